@@ -1,4 +1,4 @@
-"""Four checks that f and its gradient describe one function and the parallel one is the serial one."""
+"""Checks that f and its gradient describe one function and the parallel one is the serial one."""
 
 from __future__ import annotations
 
@@ -67,6 +67,7 @@ class Culprit(Enum):
         "check it with less noise, or without it"
     )
     CUT = "the loss of the whole batch is not the mean of its samples' losses: pass `denominators`, or reduction='sum'"
+    COMPILED = "compiled evaluations find something else: tracing does not see all of the loss; leave `compile` out"
     PARALLEL = "workers compute something else than this process: look for what they have not (files, globals, precode)"
 
 
@@ -191,7 +192,7 @@ class Examination:
             program = replace(program, prehook=None, posthook=None)
         function = self._function
         serial: dict[str, Any] = dict.fromkeys(("speeds", "devices", "precode", "compress"))
-        serial |= dict.fromkeys(("check_cut", "automatic"), False)
+        serial |= dict.fromkeys(("check_cut", "automatic", "sizes_chunks", "compile"), False)
         serial |= {"backend": "serial", "parallelize": 1, "options": {}, "verbose": 0}
         settings = replace(function.settings, **serial, terms=function.reader.terms).having(program)
         counters = Counters(steps=function.history.counters.steps - 1)  # so its first step has the same draws
@@ -238,6 +239,22 @@ class Examination:
         changed = sorted({name for a, b in zip(before, after, strict=True) for name in b if a.get(name) != b[name]})
         same = one.loss == two.loss and torch.equal(one.gradient, two.gradient)
         return Check("two evaluations have the same bits", same, f"difference {_difference(one, two):.1e}"), changed
+
+    def compiled(self) -> Check | None:
+        """Compare a compiled evaluation with an eager one; None if none are compiled."""
+        function, workers = self._function, self._function.workers
+        if function.compilation is None:
+            return None
+        artifacts = workers.mode.artifacts
+        workers.evaluate_by(())
+        eager = _value(function, self._evaluate)
+        workers.evaluate_by(artifacts)
+        with function.under(compiles=True):
+            found = _value(function, self._evaluate)
+        difference = _difference(found, eager)
+        passed = difference <= torch.finfo(function.parameters.dtype).eps ** 0.5
+        numbers = f"difference {difference:.1e}, {function.compilation}"
+        return Check("compiled evaluations are the eager ones", passed, numbers)
 
     def slope(self, hooks: bool = True) -> Check:
         """Compare central differences along the gradient with the length of the gradient. The precision of f is unknown
@@ -329,6 +346,9 @@ def _examine(function: Engine, examination: Examination) -> Diagnosis:
         return found(Culprit.HOOK if examination.cut(hooks=False).passed else Culprit.CUT)
     if failed(examination.parallel()):
         return found(Culprit.PARALLEL)
+    compiled = examination.compiled()
+    if compiled is not None and failed(compiled):
+        return found(Culprit.COMPILED)
     return found(Culprit.NONE)
 
 

@@ -55,7 +55,7 @@ class WorkerError(BatchoptError):
         self._arguments = (rank, type_name, message, samples, doing, dict(terms), kinds)
         self.kinds = kinds  # the names of its classes
         self.rank = rank
-        self.type_name = type_name
+        self.type_name, self.message = type_name, message
         self.samples, self.terms = samples, dict(terms)
         where = f"worker {rank}"
         if samples:
@@ -155,6 +155,10 @@ class NodesDifferError(BatchoptError):
 
     The message says what differs, and on which ranks. The optimizer can no longer be used.
     """
+
+
+class CompileError(BatchoptError):
+    """`compile=True` was given, and the evaluation at hand cannot be compiled; the message says why."""
 
 
 class NonFiniteError(BatchoptError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 import torch
 
@@ -14,6 +14,7 @@ from batchopt._data import arguments
 from batchopt._data.terms import Term
 from batchopt._function.attempt import Attempt
 from batchopt._function.closure import of_second_derivatives
+from batchopt._function.compilation import Abandoned
 from batchopt._function.engine import Engine
 from batchopt._function.observer import Trial, Trials
 from batchopt._function.prepared import PreparedBatch, prepared
@@ -78,7 +79,8 @@ class BatchOptimizer(Evaluations):
             once per batch, returns what each sample adds to the denominator (shape `(samples,)`). Default: 1 each; for
             cross entropy and negative log likelihood the class weights of the targets that are not ignored.
         chunk_size: samples in one forward/backward. A number fixes the chunks by the data alone, and so the bits of the
-            result for any number of workers. Default: a worker's full share; a 32nd of the batch under
+            result for any number of workers. "auto": a worker's share, a quarter or a sixteenth of it, whichever is
+            the fastest by some evaluations of each. Default: a worker's full share; a 32nd of the batch under
             `torch.use_deterministic_algorithms(True)`.
         collate_fn: for batches that are lists of samples: makes one forward's `(inputs, targets)` from a list of
             `(input, target)` pairs, or its inputs from a list of inputs if there are no targets. Default: one forward
@@ -111,6 +113,11 @@ class BatchOptimizer(Evaluations):
         nonfinite_errors: classes of exceptions, such as `torch.linalg.LinAlgError`, by which the module or a loss
             signals that f has no value at X: an evaluation that raises one has a loss that is not finite. The
             optimizers of batchopt then try a shorter step, also with `on_nonfinite="raise"`. Default: none.
+        compile: evaluate f and its gradient by a C++ program that is made of them, in a process of its own; up to
+            three times as fast where derivatives of derivatives are taken. "auto": evaluations go on until it is there,
+            and the faster way is kept; True: the first one waits for it, and what cannot be compiled is a
+            `CompileError`. Compiled evaluations differ from others by rounding, and are compared with them now and
+            then. Needs a C++ compiler.
         check_cut: warn if the loss depends on how the batch is cut, as for tokens without padding and without
             `denominators`. The first time that a batch is cut, one worker evaluates 8 samples of each term, from
             everywhere in the batch, in a single forward and in two parts; losses of `torch.nn` are not checked.
@@ -150,7 +157,7 @@ class BatchOptimizer(Evaluations):
         terms: Mapping[str, Term] | None = None,
         reduction: str | None = None,
         denominators: Denominators | None = None,
-        chunk_size: int | None = None,
+        chunk_size: int | Literal["auto"] | None = None,
         collate_fn: Collate | None = None,
         cache: bool = True,
         precode: Precode | None = None,
@@ -166,6 +173,7 @@ class BatchOptimizer(Evaluations):
         nonfinite_errors: type[Exception] | Sequence[type[Exception]] = (),
         verbose: int = 0,
         check_cut: bool = True,
+        compile: bool | Literal["auto"] = False,
         ray_options: Mapping[str, Any] | None = None,
         compress: str | Mapping[str, Any] | None = None,
     ) -> None:
@@ -221,10 +229,12 @@ class BatchOptimizer(Evaluations):
                     left = self._left(trials) if reports else trials.left(rollback.start)
                     function.end_step()
                     function.stepped(left)
-            except BaseException:
+            except BaseException as error:
                 function.subject.bind()
                 rollback.back()
-                raise
+                if not isinstance(error, Abandoned):
+                    raise
+                return self._step(load)
         finally:
             owner.doing = outer_work
         return function.history.counters.loss
@@ -499,6 +509,7 @@ class BatchOptimizer(Evaluations):
         parts.append("closed" if function.workers.closed else f"parallelize={len(function.workers.infos)}")
         parts.append(f"{past.batches} batches, {past.evaluations} evaluations")
         parts += [f"loss {past.loss:.6g}"] * (past.evaluations > 0)
+        parts += [] if function.compilation is None else [str(function.compilation)]
         return f"BatchOptimizer({', '.join(parts)})"
 
     def __reduce__(self) -> NoReturn:

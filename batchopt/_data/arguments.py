@@ -46,6 +46,16 @@ def read_bool(name: str, value: Any) -> bool:
     return value
 
 
+def _read_chunk_size(name: str, value: Any) -> int | str:
+    return value if value == "auto" else read_count(name, value)
+
+
+def _read_compile(name: str, value: Any) -> bool | str:
+    if not isinstance(value, bool) and value != "auto":
+        raise ValueError(f"`{name}` must be False, True or 'auto', got {value!r}")
+    return value  # type: ignore[no-any-return]
+
+
 def read_positive(name: str, value: Any, what: str = "number") -> float:
     """Return a positive finite number. Raise `TypeError` for anything but a number, `ValueError` for any other one."""
     needed = f"`{name}` must be a positive {what}, got {value!r}"
@@ -92,14 +102,15 @@ def _one_of(*values: str | int) -> Reader:
 Reader = Callable[[str, Any], Any]
 # Arguments that may be None, and those that may not.
 _OPTIONAL: dict[str, Reader] = {
-    **dict.fromkeys(("chunk_size", "threads_per_worker", "batch_size"), read_count),
+    **dict.fromkeys(("threads_per_worker", "batch_size"), read_count),
+    "chunk_size": _read_chunk_size,
     **{"timeout": functools.partial(read_positive, what="number of seconds or None"), "train": read_bool},
     **{"max_restarts": functools.partial(read_count, least=0)},
 }
 _NEEDED: dict[str, Reader] = {
     **dict.fromkeys(("cache", "check_cut", "shuffle", "drop_last"), read_bool),
     **{"seed": functools.partial(read_count, least=0), "verbose": _one_of(0, 1, 2, 3)},
-    **{"on_nonfinite": _one_of("raise", "return"), "nonfinite_errors": _read_classes},
+    **{"compile": _read_compile, "on_nonfinite": _one_of("raise", "return"), "nonfinite_errors": _read_classes},
 }
 
 

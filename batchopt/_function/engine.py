@@ -34,11 +34,13 @@ from batchopt._data.batches import BatchSpecs
 from batchopt._function.attempt import Attempt
 from batchopt._function.auto import Auto
 from batchopt._function.checks import cut_differences, locate_nonfinite, refuse_frequencies
+from batchopt._function.compilation import DIFFERS, Compilation
 from batchopt._function.observer import Evaluated, Trial
 from batchopt._function.observers import Observers
 from batchopt._function.prepared import PreparedBatch, with_denominators
 from batchopt._function.reader import BatchReader
 from batchopt._function.settings import Settings
+from batchopt._function.sizes import Sizes
 from batchopt._function.step import Counters, History, Rows, Rules, Step
 from batchopt._function.workers import Workers
 from batchopt._machine.ownership import Owner, exclusive, sole, undisturbed
@@ -81,6 +83,8 @@ class Engine:
         self.step: Step | None = None
         self.attempt: Attempt | None = None  # the outermost of those that are going on
         self.auto = Auto(subject, settings) if settings.automatic else None
+        self.compilation = Compilation(settings.compile is True) if settings.compile else None
+        self.sizes = Sizes() if settings.sizes_chunks and not settings.deterministic else None
 
     # ---- state
 
@@ -173,7 +177,8 @@ class Engine:
             counters, *others = self.history
             number = counters.steps + 1
             self.history = History(counters.begun(number), *others)
-            chunk_size = choose_chunk_size(batch.size, self.settings.chunk_size, self.settings.deterministic)
+            given = self.settings.chunk_size if self.sizes is None else self.sizes.present
+            chunk_size = choose_chunk_size(batch.size, given, self.settings.deterministic)
             plan = workers.plan(batch.size, chunk_size)
             chunks = plan.cut.chunks
             refuse_frequencies(subject.module, count, batch, chunks)
@@ -214,6 +219,8 @@ class Engine:
         """Return f at X (0-dim, float64) and set df/dX, by `map` and `reduce` or what overrides them."""
         if self.auto is not None and self.rules.chooses:
             self.auto.reconsider(self)
+        if self.sizes is not None and self.rules.chooses:
+            self.sizes.before(self)
         owner, began = self._owner, time.perf_counter()
         outer = owner.doing
         try:
@@ -223,6 +230,8 @@ class Engine:
             if self.observers.trials is not None:
                 self.observers.trials.begins()
             try:
+                if self.compilation is not None and self.rules.compiles:
+                    self.compilation.before(self)
                 answers: Sequence[Answer]
                 # Only where nothing else looks at the answers may the gradient be written to its place at once.
                 into = self.subject.renew_gradient() if map is None and reduce is None else None
@@ -254,6 +263,10 @@ class Engine:
             observers.evaluated(Evaluated(number, batch, loss, terms, answers, bounds, began, mapped, ended))
         if observers.trials is not None:
             observers.trials.evaluated(loss, terms)
+        if self.sizes is not None and self.rules.chooses:
+            self.sizes.took(self, time.perf_counter() - began)
+        if self.compilation is not None and self.rules.compiles:
+            self.compilation.took(self, time.perf_counter() - began)
         if self.auto is not None and self.rules.chooses and self.auto.took(time.perf_counter() - began):
             self.observers.reporter.chosen(self.auto.choice.configuration, self.auto.choice.reason)
 
@@ -269,14 +282,21 @@ class Engine:
             self.step = step = step._replace(plan=plan, residuals=0)
         if history.outputs is not None:
             self.history = history = history._replace(outputs=None)
-        if self.rules.compresses:
-            with self.at_start():
-                answers = self._evaluate_compressed(step)
-        elif step.ended or self.subject.buffers.is_written:
-            with self.at_start():
-                answers = workers.evaluate(step, self.observers.busy, into)
-        else:
-            answers = workers.evaluate(step, self.observers.busy, into)
+        while True:
+            try:
+                if self.rules.compresses:
+                    with self.at_start():
+                        answers = self._evaluate_compressed(step)
+                elif step.ended or self.subject.buffers.is_written:
+                    with self.at_start():
+                        answers = workers.evaluate(step, self.observers.busy, into)
+                else:
+                    answers = workers.evaluate(step, self.observers.busy, into)
+                break
+            except WorkerError as error:
+                if self.compilation is None or error.kinds[:1] != DIFFERS:
+                    raise
+                self.compilation.abandon(self, error)  # and now without it
         pattern = answers.pattern
         if pattern.drew:
             self._keep_chunks(plan)
@@ -286,9 +306,16 @@ class Engine:
             self.history = history._replace(hook_results=[*pattern.hook_results], outputs=outputs)
         return answers
 
+    def cut_into(self, chunk_size: int | None) -> None:
+        """Evaluate the loaded batch in chunks of this size from now on, as the same step."""
+        step = self.loaded()
+        self.step = step._replace(chunk_size=chunk_size, plan=self.workers.plan(step.batch.size, chunk_size))
+
     def _keep_chunks(self, plan: Plan) -> None:
         """Let the step's chunks not move any more, as numbers were drawn: other chunks would draw others."""
         step = self.step
+        if self.sizes is not None:
+            self.sizes.keep()
         if step is not None and plan is step.plan and step.movable and step.chunk_size is None:
             self.step = step._replace(movable=False)
 
@@ -553,6 +580,8 @@ class Engine:
         if not self.workers.closed:
             self.end_step()
             self.observers.close()
+            if self.compilation is not None:
+                self.compilation.close()
             self.workers.close()
             self.history = self.history._replace(outputs=None)
 

@@ -79,7 +79,7 @@ class Reporter(Observer):
         norm = normalises_by_chunk(module)
         if norm is not None and not self._warned:
             self._warned, why = True, "is in training mode" if norm.training else "keeps no running statistics"
-            _warn(
+            warn(
                 f"'{name_of(norm, module)}' ({type(norm).__name__}) {why}: it normalises by the statistics of "
                 "a chunk, so the loss depends on how the batch is cut. Call module.eval() (with running statistics), "
                 "or use GroupNorm or LayerNorm; with chunk_size it is at least the same for any number of workers"
@@ -89,7 +89,7 @@ class Reporter(Observer):
     def cut_differs(self, found: Sequence[Difference]) -> None:
         """Warn of terms whose loss depends on the cut."""
         if found:
-            _warn(
+            warn(
                 f"{'; '.join(map(str, found))}: f depends on how the batch is cut. If the loss is a mean over "
                 "something else than samples (tokens, atoms, pixels), pass `denominators`, what each sample has of "
                 "it; if it is a sum, reduction='sum'; if it is neither (pairs, ranks, a root), it cannot be cut: use "
@@ -102,11 +102,11 @@ class Reporter(Observer):
         if most < workers and not self._said_idle:
             self._said_idle = True
             what = "sample" if chunks is None or chunks >= samples else "chunk"
-            _warn(f"{most} {what}{'s' * (most != 1)} for {workers} workers: {workers - most} idle")
+            warn(f"{most} {what}{'s' * (most != 1)} for {workers} workers: {workers - most} idle")
 
     def not_grown(self, workers: int, error: Exception) -> None:
         """Warn that additional workers, on a machine that has joined, did not start."""
-        _warn(f"could not start {workers} additional workers though there is room; continuing without them: {error}")
+        warn(f"could not start {workers} additional workers though there is room; continuing without them: {error}")
 
     def chosen(self, configuration: object, reason: str) -> None:
         """Report the choice of `parallelize="auto"`."""
@@ -131,7 +131,7 @@ class Reporter(Observer):
             self._bar = None
 
 
-def _warn(message: str) -> None:
+def warn(message: str) -> None:
     """Warn at the user's line: the one that called into this package, through any number of its functions."""
     here = os.path.dirname(os.path.dirname(__file__)) + os.sep
     frame, level = sys._getframe(), 1

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from batchopt.optim.rollback import Rollback
 
 # Entries of every state; `weights`, `residuals` and `optimizer_class` are not in older ones, and `parallelize`
-# only in those of `parallelize="auto"`.
+# only in those of `parallelize="auto"`, `compiled` in those of `compile`.
 _ENTRIES = ("module", "optimizer", "history", "speeds", "seed")
 
 
@@ -49,6 +49,7 @@ def state_of(function: Engine, optimizer: torch.optim.Optimizer | None) -> dict[
         "weights": {name: term.weight for name, term in (function.reader.terms or {}).items()},
         "residuals": workers.compressing.residuals(history.residuals) if function.rules.compresses else {},
         **({} if function.auto is None else function.auto.state()),
+        **({} if function.compilation is None else {"compiled": [*function.compilation.keys]}),
     }
 
 
@@ -96,6 +97,16 @@ def _adopt(function: Engine, state: Mapping[str, Any], terms: dict[str, Term] | 
             RuntimeWarning,
             stacklevel=3,
         )
+    compiled = state.get("compiled", ())
+    if function.compilation is not None:
+        function.compilation.expected = tuple(compiled)
+    elif compiled and function.settings.fixed_bits:
+        warnings.warn(
+            "the evaluations before were compiled, and those from here are not: bits differ from here; give "
+            "compile=True to resume with the same bits",
+            RuntimeWarning,
+            stacklevel=3,
+        )
     function.reader.terms = terms
     function.history = History(Counters(**state["history"]), function.history.hook_results, number)
     function.forget()
@@ -133,6 +144,7 @@ def check_state(state: Any, optimizer: torch.optim.Optimizer | None, seed: int) 
     _check_history(state["history"])
     _check_speeds(state["speeds"])
     _check_choice(state.get("parallelize"))
+    _check_compiled(state.get("compiled", []))
     _check_optimizer(state["optimizer"], state.get("optimizer_class"), optimizer)
 
 
@@ -174,6 +186,11 @@ def _check_choice(choice: Any) -> None:
     found = choice.get("workers"), choice.get("threads") or 1, choice.get("samples")
     if not all(map(_is_count, found)) or 0 in found[:2]:
         raise ValueError(f"`parallelize` of the state is {choice!r}, which is not a valid value")
+
+
+def _check_compiled(keys: Any) -> None:
+    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
+        raise ValueError(f"`compiled` of the state must be a list of names; got {keys!r}")
 
 
 def _is_count(value: Any) -> bool:

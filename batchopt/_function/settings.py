@@ -26,7 +26,10 @@ from batchopt_workers.process.failures import names_of
 from batchopt_workers.worker import Hook, Precode
 
 # The arguments that are read one by one.
-_READ = "chunk_size threads_per_worker timeout max_restarts seed on_nonfinite nonfinite_errors verbose cache check_cut"
+_READ = (
+    "chunk_size threads_per_worker timeout max_restarts seed on_nonfinite nonfinite_errors verbose cache check_cut "
+    "compile"
+)
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,8 @@ class Settings:
 
     `reduction` None: the criterion's own, else the mean. `parallelize` None: as many workers as there is room for at
     any time. `threads_per_worker` None: chosen by the backend. `deterministic`: torch was set to use deterministic
-    algorithms. `options` are the backend's own. `automatic`: the number of workers is chosen by measured times.
+    algorithms. `options` are the backend's own. `automatic`: the number of
+    workers is chosen by measured times; `sizes_chunks`: so is the size of chunks, and `chunk_size` is None.
     """
 
     criterion: Callable[..., Any] | None
@@ -61,8 +65,10 @@ class Settings:
     nonfinite_errors: tuple[type[Exception], ...]
     verbose: int
     check_cut: bool
+    compile: bool | str
     compress: Compression | None
     automatic: bool = False
+    sizes_chunks: bool = False
     deterministic: bool = field(default_factory=torch.are_deterministic_algorithms_enabled)
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -85,12 +91,16 @@ class Settings:
         resolve_reduction(found["reduction"], found["criterion"])
         found |= {name: arguments.read(name, found[name]) for name in _READ.split()}
         found["compress"] = read_compress(found["compress"])
+        if found["chunk_size"] == "auto":
+            found |= {"chunk_size": None, "sizes_chunks": True}
         settings = cls(**{**found, "terms": terms, "devices": devices, "parallelize": 1 if automatic else workers})
         if settings.compress is not None and not issubclass(kind, CompressingBackend):
             raise ValueError(
                 f"`compress` is for gradients that cross a network, got backend={settings.backend!r}, where none does: "
                 "leave it out, or use backend='ray'"
             )
+        if settings.compile and not kind.compiles:
+            raise ValueError(f"`compile` is not possible with backend={settings.backend!r}: leave it out")
         threads, speeds = settings.threads_per_worker, arguments.read_speeds(found["speeds"], workers)
         if threads is None and settings.fixed_bits:
             threads = 1

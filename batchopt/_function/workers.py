@@ -22,6 +22,7 @@ from batchopt._program.program import check_trained
 from batchopt.backends import backend_class
 from batchopt.backends.base import Backend, CompressingBackend, Meanwhile, Prepared, Setup, WorkerInfo
 from batchopt.errors import WorkerError, WorkerStartError
+from batchopt_workers.compiled.form import Artifact
 from batchopt_workers.data.batch import Batch
 from batchopt_workers.map.program import Program
 from batchopt_workers.map.watch import StateWritten
@@ -218,6 +219,11 @@ class Workers:
     def keep_outputs(self, keep: bool) -> None:
         """Set whether evaluations keep the module's outputs."""
         self._change_mode(outputs=keep)
+
+    def evaluate_by(self, artifacts: tuple[Artifact, ...]) -> None:
+        """Evaluate by these artifacts where they serve."""
+        if artifacts != self.mode.artifacts:
+            self._change_mode(artifacts=artifacts)
 
     # ---- evaluations
 

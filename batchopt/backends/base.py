@@ -14,6 +14,7 @@ from batchopt._mapreduce.compression import Compression
 from batchopt._mapreduce.reduce import Answers
 from batchopt._program.flat_module import Gradient
 from batchopt._program.flatten import Flat
+from batchopt_workers.compiled.form import Artifact
 from batchopt_workers.data.batch import Batch
 from batchopt_workers.map.module_state import ModuleState
 from batchopt_workers.map.program import Program
@@ -52,7 +53,8 @@ class WorkerInfo:
 class Mode(NamedTuple):
     """The mode of evaluations, until it is changed: with these hooks, if they are `hooked`; with the tensors of these
     names as state, besides small buffers; whether the module's `outputs` are kept; and, if this process is the worker,
-    the number of `threads` (None: as torch is set)."""
+    the number of `threads` (None: as torch is set). Pieces for which there are `artifacts` are evaluated by these
+    until the program is another `version`."""
 
     prehook: Hook | None = None
     posthook: Hook | None = None
@@ -60,6 +62,7 @@ class Mode(NamedTuple):
     state: frozenset[str] = frozenset()
     outputs: bool = False
     threads: int | None = None
+    artifacts: tuple[Artifact, ...] = ()
 
     def is_of(self, program: Program) -> bool:
         """Tell whether that program has these hooks and this state."""
@@ -125,6 +128,8 @@ class Backend(ABC):
 
     # Whether workers are on this machine, so that a single one may as well be this process.
     local: ClassVar[bool] = False
+    # Whether its workers can evaluate by `Mode.artifacts`.
+    compiles: ClassVar[bool] = False
     # Whether this process prints and writes files: one of several that run the same script does.
     is_main: bool = True
 
@@ -155,6 +160,12 @@ class Backend(ABC):
     @abstractmethod
     def workers(self) -> list[WorkerInfo]:
         """Public records of the workers, in rank order."""
+
+    @property
+    def version(self) -> object:
+        """The version of the program that workers have: another object after each change of it. None if it does not
+        compile."""
+        return None
 
     @abstractmethod
     def set_mode(self, mode: Mode) -> None:

@@ -20,6 +20,7 @@ from batchopt._program.program import snapshot_of, tensors_of_f
 from batchopt.backends.base import Backend, Meanwhile, Mode, Prepared, Run, Setup, WorkerInfo
 from batchopt.errors import WorkerError
 from batchopt_workers.data.batch import Batch
+from batchopt_workers.data.packing import pack
 from batchopt_workers.map.chunk import LoadedBatch
 from batchopt_workers.map.evaluate import Evaluator
 from batchopt_workers.map.seeding import Undrawn, draws_kept
@@ -38,7 +39,7 @@ from batchopt_workers.worker import Precode, Worker
 class SerialBackend(Backend):
     """One worker, which is this process."""
 
-    local = True
+    local = compiles = True
 
     @classmethod
     def read_workers(cls, parallelize: Any) -> int | None:
@@ -57,6 +58,7 @@ class SerialBackend(Backend):
         self._snapshot = snapshot_of(setup.program, hooks=False)
         self._evaluator = Evaluator(setup.program, self._worker, setup.parameters, setup.buffers)
         self._watch()
+        self._version = object()
         self._output, self._mode = MemoryOutput(), setup.mode
         self._rows = self._make_rows(1)
         self._over: tuple[Gradient, Rows] | None = None  # the rows over df/dX
@@ -81,6 +83,15 @@ class SerialBackend(Backend):
             self._rebuild()
         if not mode.outputs:
             self._evaluator.outputs = None
+        if mode.artifacts != before.artifacts:
+            program, parameters = self._setup.program, self._setup.parameters
+            tensors = pack(program, parameters, expanded=True).tensors if mode.artifacts else ()
+            self._evaluator.compile(mode.artifacts, tensors)
+            self._last = None
+
+    @property
+    def version(self) -> object:
+        return self._version
 
     def _watch(self) -> None:
         others = [(found.path, found.tensor) for found in tensors_of_f(self._snapshot)]
@@ -93,6 +104,8 @@ class SerialBackend(Backend):
         """Take over changes of the module: other tensors to watch, other numbers that report its state."""
         self._watch()
         self._evaluator.look_again()
+        self._evaluator.compile((), ())
+        self._version = object()
         if self._rows.changes != self._setup.buffers.size:
             self._rows, self._over = self._make_rows(len(self._rows)), None
         self._last = None

@@ -47,11 +47,11 @@ def optimizer_of(module: nn.Module, workers: int = 1, **options: Any) -> BatchOp
     return BatchOptimizer(module, **{"parallelize": workers, "backend": "ranks", **given, **options})
 
 
-def bits(workers: str = "1", backend: str = "ranks", size: str = "20") -> None:
+def bits(workers: str = "1", backend: str = "ranks", size: str = "20", compile: str = "") -> None:
     """The bits of some steps, a product and predictions; `workers` of each rank."""
     numbers = [int(number) for number in workers.split(",")]
     module, inputs, targets = parts(width=int(size))
-    with optimizer_of(module, numbers[RANK % len(numbers)], backend=backend) as opt:
+    with optimizer_of(module, numbers[RANK % len(numbers)], backend=backend, compile=bool(compile)) as opt:
         for _ in range(3):
             opt.step(inputs, targets)
         found = [opt.collect(lambda module, x, y: module(x)).sum().item()]

@@ -34,6 +34,14 @@ def test_bits_are_those_of_one_process_with_any_number_of_ranks(width: int, size
     assert set(program("bits", "1,2,1", "ranks", width, size=size)) == {alone(width)}
 
 
+@pytest.mark.slow
+def test_compiled_evaluations_have_the_bits_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATCHOPT_CACHE_DIR", str(tmp_path))
+    expected = alone(20, "compile")
+    assert set(program("bits", "1,2", "ranks", 20, "compile", size=2)) == {expected}
+    assert expected != alone(20)
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("how", "words"),

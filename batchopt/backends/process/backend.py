@@ -63,7 +63,7 @@ class PlacedBatch(Prepared):
 class ProcessBackend(WorkerGroup, Backend):
     """A group of worker processes with memory for the batches that they read."""
 
-    local = True
+    local = compiles = True
 
     @classmethod
     def read_workers(cls, parallelize: Any) -> int | None:

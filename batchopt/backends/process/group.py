@@ -49,6 +49,7 @@ from batchopt.backends.process.shared_program import Holder, SentProgram, Shared
 from batchopt.backends.process.startup import startup_calls
 from batchopt.backends.process.wanted import Activity, SessionCall, Told, Wanted
 from batchopt.backends.process.worker import WorkerProcess, call, call_with_block
+from batchopt_workers.compiled.form import Artifact
 from batchopt_workers.data.batch import Batch, Numbering
 from batchopt_workers.data.memory import SharedBlock
 from batchopt_workers.data.packing import Packed
@@ -116,6 +117,7 @@ class WorkerGroup:
     def _forget_program(self) -> None:
         """Drop what concerns the current program: workers are sent another one."""
         self._subjects[False].is_proven = False
+        self._tell_of_artifacts(())
         self._begin()
         for worker in self._pool.workers.values():
             rows = worker.memory.rows
@@ -199,9 +201,19 @@ class WorkerGroup:
         if not mode.is_of(self._program.program):
             self._program.change(prehook=mode.prehook, posthook=mode.posthook, state=mode.state)
         self._pool.tell_of("hooked", mode.hooked, lambda: [call(Activity.HOOKS, Session.use_hooks, mode.hooked)])
+        self._tell_of_artifacts(mode.artifacts)
         if mode.outputs != self.results.keeps_outputs:
             self._repeats.found[Kind.EVALUATE] = None
             self.results.keep_outputs(mode.outputs)
+
+    def _tell_of_artifacts(self, artifacts: tuple[Artifact, ...]) -> None:
+        if artifacts or self._pool.value_of("compiled"):
+            self._pool.tell_of("compiled", artifacts, lambda: [call(Activity.COMPILED, Session.compile, artifacts)])
+
+    @property
+    def version(self) -> object:
+        """See `Backend.version`."""
+        return self._program.version
 
     def replace_program(self, program: Program, buffers: ModuleState) -> None:
         """Evaluate another program from the next step on."""

@@ -120,6 +120,7 @@ class SentProgram:
         self._pool, self._on_sent = pool, sent
         self._shared = shared
         self._sent: tuple[bytes, SharedBlock] | None = None  # the version that the workers' other state belongs to
+        self.version = object()  # another one whenever workers are sent one
         self._examined: tuple[Any, ...] = (None, None, None)  # the memory and the hooks of the version sent last
 
     def change(self, **fields: Any) -> None:
@@ -145,7 +146,7 @@ class SentProgram:
 
     def send(self) -> None:
         """Send the workers the program; what they drop with the previous one they are sent again."""
-        self._sent = None
+        self._sent, self.version = None, object()
         source, block, pool = self._shared.source, self._shared.block, self._pool
         packed, examined = source.packed, (block, self.program.prehook, self.program.posthook)
         examine = not all(map(is_, examined, self._examined))

@@ -24,6 +24,7 @@ class Activity(Enum):
     INSTALLING = "receiving the module"
     HOOKS = "receiving hooks"
     TORCH = "receiving torch's settings"
+    COMPILED = "receiving compiled evaluations"
     BATCH = "receiving the batch"
     TASK = "receiving the function"
     CUT = "receiving the cut"
@@ -63,6 +64,7 @@ class Wanted(NamedTuple):
     memory: Told = NOTHING  # of the module's tensors
     module: Told = NOTHING
     hooked: Told = NOTHING
+    compiled: Told = NOTHING
     weights: Told = NOTHING
     batch_0: Told = NOTHING
     batch_1: Told = NOTHING
@@ -76,7 +78,7 @@ class Wanted(NamedTuple):
 
 
 # With a field, these are dropped: they are sent again.
-AFTER = {"module": ("hooked", "weights", "batch_0", "batch_1", "cut", "outputs", "task", "task_cut")}
+AFTER = {"module": ("hooked", "compiled", "weights", "batch_0", "batch_1", "cut", "outputs", "task", "task_cut")}
 
 
 def lacking(have: Wanted, want: Wanted) -> Iterator[str]:

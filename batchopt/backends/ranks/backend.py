@@ -51,6 +51,8 @@ class RanksBackend(TeamBackend):
     """`setup.workers` workers of this rank, and those of the others. They end with this object, with this process, or
     at `close`."""
 
+    compiles = True
+
     @classmethod
     def read_workers(cls, parallelize: Any) -> int | None:
         if parallelize == "auto":
@@ -132,6 +134,10 @@ class RanksBackend(TeamBackend):
         return list(self._team.infos)
 
     # ---- calls, which all ranks make alike
+
+    @property
+    def version(self) -> object:
+        return self._mine.version
 
     def set_mode(self, mode: Mode) -> None:
         self._mine.set_mode(mode)

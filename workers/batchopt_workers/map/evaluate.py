@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from batchopt_workers.compiled.form import Artifact
+from batchopt_workers.compiled.run import CompiledPieces, Sources
 from batchopt_workers.data.batch import Batch, Piece
 from batchopt_workers.data.layout import Layout
 from batchopt_workers.map.chunk import LoadedBatch, Walk
@@ -89,6 +91,12 @@ class Evaluator:
     def outputs(self, outputs: Output | None) -> None:
         self._gradient.outputs = outputs
 
+    def compile(self, artifacts: Sequence[Artifact], tensors: Sequence[torch.Tensor]) -> None:
+        """Evaluate pieces by these artifacts where they serve; `tensors`: those of the program, in the order in which
+        it was packed. Without artifacts, evaluate all eagerly."""
+        sources = Sources(self._parameters, self._state.tensors, tensors)
+        self._gradient.compiled = CompiledPieces(artifacts, sources) if artifacts else None
+
     @property
     def current(self) -> range:
         """The samples, numbered through all terms, of the running or last forward."""
@@ -108,6 +116,8 @@ class Evaluator:
             if not loaded.is_of_columns:
                 loaded.collation.settle()
         self._gradient.rows = rows
+        if self._gradient.compiled is not None:
+            self._gradient.compiled.begin(order.evaluation)
         self.walk.state.constants.begin()
         return run(self.walk, self._gradient, loaded, order, sums)
 
@@ -139,6 +149,7 @@ class Evaluator:
         loaded = self.loaded if is_cut_so else LoadedBatch(batch or self.loaded.batch, cut, keeps=False)
         work = GradientWork(self.loss, self.walk, self._parameters, self._state, hooks=False)
         if gradient:
+            work.compiled = self._gradient.compiled
             layout = Layout.of((("", parameter) for parameter in self._parameters), self._parameters[0].dtype)
             count = most_held(0, cut.chunks, cut.chunks)
             work.rows = Rows(layout, self._state.size, count, device=self.worker.device)

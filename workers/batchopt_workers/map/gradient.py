@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
+from batchopt_workers.compiled.run import CompiledPieces
 from batchopt_workers.data.batch import Piece
 from batchopt_workers.map.chunk import LoadedBatch, Walk
 from batchopt_workers.map.module_state import ModuleState
@@ -78,16 +80,25 @@ class GradientWork:
     ) -> None:
         self.rows: Rows | None = None
         self.outputs: Output | None = None
+        self.compiled: CompiledPieces | None = None  # by which pieces are evaluated, where hooks and outputs allow it
         self._loss, self._walk, self._parameters, self._state = loss, walk, parameters, state
         self._hooks, self._collects_early = hooks, is_large(parameters)
         self._looked: tuple[int, bool] | None = None  # the step, and `hooked`, for which `drew` was found out
         self.paired: bool | None = None  # the `hooked` for which outputs and targets of the batch were compared
+
+    def _eagerly(self, piece: Piece) -> torch.Tensor:
+        """Return the loss of a piece, with gradients at the parameters."""
+        value = self._loss.of(piece, piece.term)
+        value.backward()  # type: ignore[no-untyped-call]
+        return value
 
     def do(self, pieces: Iterable[Piece], loaded: LoadedBatch, step: int, chunk: int, number: int) -> ChunkResult:
         """See `Work.do`."""
         loss, outputs, parameters, hooked = self._loss, self.outputs, self._parameters, self._loss.hooked
         row, draws = None if self.rows is None else self.rows[number], self._walk.draws
         prehook, posthook = (loss.prehook, loss.posthook if self._hooks else None) if hooked else (None, None)
+        compiles = row is not None and outputs is None and prehook is posthook is None
+        compiled = self.compiled if compiles else None
         looks = draws.looks = draws.seeds and self._looked != (step, hooked)
         losses, used = [0.0] * len(loss.weights), bytearray(len(parameters))
         returned, made = list[Any](), list[Any]()
@@ -95,14 +106,18 @@ class GradientWork:
             term, sample = piece.term, piece if prehook is posthook is None else loss.sample(piece, piece.term)
             for parameter in parameters if row is not None else ():
                 parameter.grad = None
-            output, value = loss.forward(piece, sample, term, outputs is not None)
             weight = piece.weight * loss.weights[term]
-            if row is not None and weight != 0.0:  # otherwise nothing counts, and a mean over nothing is NaN
-                if posthook is None and self._collects_early:  # a posthook may look at the gradients
-                    with collecting(parameters, row, weight, used, chunk):
+            output, value = None, None
+            if compiled is not None and weight != 0.0:
+                value = compiled.evaluate(piece, partial(self._eagerly, piece))
+            if value is None:
+                output, value = loss.forward(piece, sample, term, outputs is not None)
+                if row is not None and weight != 0.0:  # otherwise nothing counts, and a mean over nothing is NaN
+                    if posthook is None and self._collects_early:  # a posthook may look at the gradients
+                        with collecting(parameters, row, weight, used, chunk):
+                            value.backward()  # type: ignore[no-untyped-call]
+                    else:
                         value.backward()  # type: ignore[no-untyped-call]
-                else:
-                    value.backward()  # type: ignore[no-untyped-call]
             found = value.item()
             if piece.weight != 0.0:
                 losses[term] += found * piece.weight

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from batchopt_workers.compiled.form import Artifact
 from batchopt_workers.data.layout import Layout
 from batchopt_workers.data.memory import SharedBlock
 from batchopt_workers.data.packing import Placement, assemble, unpack, views
@@ -105,6 +106,7 @@ class Session:
         self._hooks = 0  # of the module and its parts, as they arrived
         self._evaluator: Evaluator | None = None
         self._loaded: dict[str, LoadedBatch] = {}  # by the names of their memory
+        self._tensors: Sequence[torch.Tensor] = ()  # of the program, in the order in which it was packed
         self._start: Start | None = None  # from which the evaluator evaluates
         self._files: dict[int, FileOutput] = {}  # for results
 
@@ -224,7 +226,7 @@ class Session:
         state.watch([(name, tensors[i]) for i, name in read_only.items()], vectors.parameters)
         if vectors.rows is not None and vectors.rows.changes != state.size:
             vectors.rows = None
-        self._start = None
+        self._start, self._tensors = None, tensors
         self._evaluator = evaluator = Evaluator(program, self.worker, vectors.parameters, state)
         evaluator.walk.effects.protected = mirror is None
         if before is not None:
@@ -233,6 +235,10 @@ class Session:
                 evaluator.walk.looked = before.walk.looked
         if mirror is not None:
             mirror.evaluator, evaluator.walk.place = evaluator, mirror.place
+
+    def compile(self, artifacts: Sequence[Artifact]) -> None:
+        """Evaluate by these artifacts."""
+        self.evaluator.compile(artifacts, self._tensors)
 
     def use_hooks(self, hooked: bool) -> None:
         """Set whether prehook and posthook run."""

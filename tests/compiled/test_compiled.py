@@ -1,0 +1,303 @@
+"""Compiled evaluations through the public door: the same function, bits that workers do not change, no silent error."""
+
+from __future__ import annotations
+
+import os
+import signal
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+import batchopt
+from batchopt import BatchoptError, BatchOptimizer, CompileError
+from batchopt._program import compiler
+from tests.compiled import ambient
+
+X = torch.linspace(-2.0, 2.0, 20 * 3, dtype=torch.float64).reshape(20, 3).sin()
+Y = torch.linspace(-1.0, 3.0, 20, dtype=torch.float64).reshape(20, 1).cos()
+
+
+def net(*extra: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 8), *extra, nn.Tanh(), nn.Linear(8, 1)).double()
+
+
+def slopes(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Has a derivative of a derivative."""
+    x.requires_grad_()
+    u = module(x)
+    (first,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+    loss: torch.Tensor = ((u - y).square() + first[:, :1].square()).mean()
+    return loss
+
+
+def make(module: nn.Module, **options: Any) -> BatchOptimizer:
+    return BatchOptimizer(module, **{"optimizer": None, "loss_fn": slopes, "compile": True, **options})
+
+
+def is_compiled(opt: BatchOptimizer) -> bool:
+    return "compiled (inductor" in repr(opt)
+
+
+def gradient(opt: BatchOptimizer) -> torch.Tensor:
+    trained = [parameter for parameter in opt.module.parameters() if parameter.requires_grad]
+    return torch.cat([parameter.grad.flatten() for parameter in trained if parameter.grad is not None])
+
+
+def assert_is_plain(opt: BatchOptimizer, loss: Callable[..., torch.Tensor] = slopes, samples: int = 20) -> None:
+    """f and df/dX of the loaded batch are those of torch in one process."""
+    found = opt.evaluate().item()
+    mine = gradient(opt).clone()
+    parameters = [parameter for parameter in opt.module.parameters() if parameter.requires_grad]
+    value = loss(opt.module, X[:samples].clone(), Y[:samples])
+    expected = torch.autograd.grad(value, parameters)
+    assert found == pytest.approx(value.item(), rel=1e-12)
+    torch.testing.assert_close(mine, torch.cat([part.flatten() for part in expected]), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_bits_depend_on_no_worker(tmp_path: Path) -> None:
+    """Nor on a death, nor on where a run was interrupted; and they are others than those of eager evaluations."""
+    found, eager = set(), ""
+
+    def prints(parallelize: int, ends: Callable[[BatchOptimizer], None] = lambda opt: None, **options: Any) -> str:
+        options = {"optimizer": "lbfgs", "parallelize": parallelize, "chunk_size": 8, **options}
+        with make(net(), **options) as opt:
+            opt.step(X, Y)
+            ends(opt)
+            opt.step(X, Y)
+            assert is_compiled(opt) == options.get("compile", True)
+            return opt.fingerprint()
+
+    def kills(opt: BatchOptimizer) -> None:
+        os.kill(opt.workers[0].pid, signal.SIGKILL)
+
+    found = {prints(1), prints(2), prints(3), prints(2, kills)}
+    path = tmp_path / "run.batchopt"
+    prints(2, lambda opt: opt.save(path))
+    with make(net(), optimizer="lbfgs", parallelize=3, chunk_size=8) as opt, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        opt.load_checkpoint(path)
+        opt.step(X, Y)
+        found.add(opt.fingerprint())
+    assert len(found) == 1
+    eager = prints(1, compile=False)
+    assert eager not in found
+    with make(net(), optimizer="lbfgs", chunk_size=8, compile=False) as opt:
+        with pytest.warns(RuntimeWarning, match="bits differ from here"):
+            opt.load_checkpoint(path)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*normalises by the statistics of a chunk")
+@pytest.mark.parametrize("parallelize", [1, 2])
+def test_statistics_and_draws_are_those_of_eager_evaluations(parallelize: int) -> None:
+    def run(compile: bool) -> tuple[float, dict[str, torch.Tensor]]:
+        module = net(nn.BatchNorm1d(8), nn.Dropout(0.25))
+        options = {
+            "optimizer": "sgd",
+            "chunk_size": 10,
+            "loss_fn": None,
+            "parallelize": parallelize,
+        }
+        with make(module, criterion=nn.MSELoss(), **options, compile=compile) as opt:
+            losses = [opt.step(X, Y) for _ in range(3)]
+            assert is_compiled(opt) == compile
+        return losses[-1], {name: value.clone() for name, value in module.state_dict().items()}
+
+    (loss, state), (expected, expected_state) = run(True), run(False)
+    assert loss == pytest.approx(expected, rel=1e-12)
+    torch.testing.assert_close(state, expected_state, rtol=1e-10, atol=1e-12)
+
+
+class Scaled:
+    """A loss with a number, a tensor, and a module that it holds."""
+
+    def __init__(self) -> None:
+        self.factor, self.scale = 2.0, torch.tensor(2.0, dtype=torch.float64)
+
+    def __call__(self, module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.factor * self.scale * slopes(module, x, y)
+
+
+CHANGES: dict[str, Callable[[nn.Module, Scaled], object]] = {
+    "a number": lambda module, loss: setattr(loss, "factor", 3.0),
+    "a tensor, written": lambda module, loss: loss.scale.mul_(3.0),
+    "a tensor, replaced": lambda module, loss: setattr(loss, "scale", torch.tensor(5.0, dtype=torch.float64)),
+    "a mode": lambda module, loss: module.eval(),
+    "a frozen parameter": lambda module, loss: next(module.parameters()).requires_grad_(False),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("parallelize", [1, 2])
+def test_what_the_user_changes_is_seen(change: str, parallelize: int) -> None:
+    loss, module = Scaled(), net(nn.Dropout(0.0))
+    with make(module, loss_fn=loss, parallelize=parallelize) as opt:
+        opt.load(X, Y)
+        assert_is_plain(opt, loss)
+        assert is_compiled(opt)
+        if change == "a frozen parameter":
+            opt.close()
+        CHANGES[change](module, loss)
+    with make(module, loss_fn=loss, parallelize=parallelize) if opt._function.workers.closed else opt as opt:
+        opt.load(X, Y)
+        assert_is_plain(opt, loss)
+        assert is_compiled(opt)
+
+
+@pytest.mark.slow
+def test_batches_of_other_sizes_need_no_other_library() -> None:
+    with make(net(), parallelize=2) as opt:
+        for samples in (20, 13, 7):
+            opt.load(X[:samples], Y[:samples])
+            assert_is_plain(opt, samples=samples)
+            assert is_compiled(opt)
+        assert len(opt.state_dict()["compiled"]) == 1
+
+
+def of_the_surroundings(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return ambient.FACTOR * slopes(module, x, y)
+
+
+@pytest.mark.slow
+def test_a_difference_is_found_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the latest at the next comparison, and then the step is made anew."""
+
+    def run(compile: bool) -> tuple[list[float], torch.Tensor]:
+        module = net()
+        with make(module, loss_fn=of_the_surroundings, optimizer="sgd", compile=compile) as opt:
+            losses = [opt.step(X, Y) for _ in range(3)]  # compared at the first and the second
+            with monkeypatch.context() as patch:
+                patch.setattr(ambient, "FACTOR", 2.0)
+                losses.append(opt.step(X, Y))  # and at the fourth
+                losses.append(opt.step(X, Y))
+            return losses, opt.parameters.clone()
+
+    expected, x = run(False)
+    with pytest.warns(UserWarning, match="found something else than an eager one"):
+        found, y = run(True)
+    assert found == pytest.approx(expected, rel=1e-12)
+    torch.testing.assert_close(y, x)
+
+
+@pytest.mark.slow
+def test_a_step_with_evaluations_that_were_not_compared_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(compile: bool) -> tuple[float, torch.Tensor, int]:
+        module = net()
+        with make(module, loss_fn=of_the_surroundings, optimizer="lbfgs", compile=compile) as opt:
+            for _ in range(5):
+                opt.load(X, Y)
+                opt.evaluate()
+            with monkeypatch.context() as patch:
+                patch.setattr(ambient, "FACTOR", 2.0)
+                return opt.step(X, Y), opt.parameters.clone(), opt.eval_counter
+
+    expected, x, evaluations = run(False)
+    with pytest.warns(UserWarning, match="the step is made anew"):
+        found, y, mine = run(True)
+    assert found == pytest.approx(expected, rel=1e-9)
+    torch.testing.assert_close(y, x)
+    assert mine == evaluations
+
+
+def branches(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """On an element of a parameter, which is another one in the next evaluation."""
+    loss: torch.Tensor = (module(x) - y).square().mean()
+    return 2 * loss if next(module.parameters())[0, 0] > 0 else loss
+
+
+@pytest.mark.parametrize("parallelize", [1, 2])
+def test_what_cannot_be_compiled_is_eager_or_an_error(parallelize: int) -> None:
+    with make(net(), loss_fn=branches, parallelize=parallelize) as opt:
+        opt.load(X, Y)
+        with pytest.raises(CompileError, match="data-dependent"):
+            opt.evaluate()
+    with make(net(), loss_fn=branches, compile="auto", parallelize=parallelize) as opt:  # it is known by now
+        opt.load(X, Y)
+        assert_is_plain(opt, branches)
+        assert "eager (GuardOnDataDependent" in repr(opt)
+
+
+def test_hooks_see_eager_evaluations() -> None:
+    seen = []
+    with make(net(), compile="auto", posthook=lambda worker, sample: seen.append(sample.loss)) as opt:
+        opt.load(X, Y)
+        opt.evaluate()
+        assert "eager (there are hooks" in repr(opt) and len(seen) == 1
+    module = net()
+    next(module.children()).register_forward_hook(lambda layer, inputs, output: None)
+    with make(module) as opt:
+        opt.load(X, Y)
+        with pytest.raises(CompileError, match="'0' has hooks"):
+            opt.evaluate()
+
+
+def test_each_reason_is_a_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with make(net()) as opt:
+        opt.load([*X], [*Y])
+        with pytest.raises(CompileError, match="each sample takes a forward of its own"):
+            opt.evaluate()
+    monkeypatch.setenv("CXX", str(tmp_path / "none"))
+    compiler.compiler.cache_clear()
+    try:
+        with make(net()) as opt:
+            opt.load(X, Y)
+            with pytest.raises(CompileError, match=r"no C\+\+ compiler .*install one, or name it in CXX"):
+                opt.evaluate()
+    finally:
+        compiler.compiler.cache_clear()
+    with pytest.raises(ValueError, match="`compile` must be False, True or 'auto', got 2"):
+        make(net(), compile=2)
+
+
+def test_the_directory_must_be_ours_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(compiler.DIRECTORY, str(tmp_path))
+    found = compiler.directory()
+    assert found.stat().st_mode & 0o777 == 0o700
+    found.chmod(0o777)
+    with pytest.raises(BatchoptError, match="others than this user may write it: chmod 700 it"):
+        compiler.directory()
+    with make(net()) as opt:
+        opt.load(X, Y)
+        with pytest.raises(CompileError, match="chmod 700"):
+            opt.evaluate()
+
+
+@pytest.mark.slow
+def test_nothing_is_left_of_the_compiler() -> None:
+    def children() -> set[int]:
+        return {
+            child.pid
+            for child in psutil.Process().children(recursive=True)
+            if "compiled.compiler" in str(child.cmdline())
+        }
+
+    opt = make(net(nn.ReLU()), compile="auto")
+    opt.load(X, Y)
+    opt.evaluate()
+    assert children()
+    opt.close()
+    assert not children()
+
+
+@pytest.mark.slow
+def test_examinations_compare(capsys: pytest.CaptureFixture[str]) -> None:
+    with make(net(), verbose=1) as opt:
+        found = opt.check(X, Y)
+        assert found.healthy and "compiled evaluations are the eager ones" in str(found)
+    assert batchopt.CompileError.__doc__
+
+
+def test_autocast_is_eager() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16), make(net(), compile="auto") as opt:
+        opt.load(X, Y)
+        opt.evaluate()
+        assert "eager (autocast rounds" in repr(opt)

@@ -1,0 +1,236 @@
+"""Every loss of torch.nn, and random modules with random changes: compiled evaluations are the eager ones, or eager."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from batchopt import BatchOptimizer
+
+X = torch.linspace(-2.0, 2.0, 12 * 4, dtype=torch.float64).reshape(12, 4).sin()
+LOSSES = sorted(
+    name
+    for name, kind in vars(nn).items()
+    if inspect.isclass(kind) and name.endswith("Loss") and not name.startswith("_") and name != "NLLLoss2d"
+)
+
+
+def targets_of(name: str) -> Any:
+    """Targets for 12 outputs of 3."""
+    classes, signs = torch.arange(12) % 3, torch.ones(12, dtype=torch.float64)
+    signs[::2] = -1.0
+    plain = X[:, :3].cos()
+    found: dict[str, Any] = {
+        "CrossEntropyLoss": classes,
+        "NLLLoss": classes,
+        "MultiMarginLoss": classes,
+        "MultiLabelMarginLoss": torch.stack([classes, torch.full((12,), -1), torch.full((12,), -1)], 1),
+        "BCELoss": plain.square(),
+        "BCEWithLogitsLoss": plain.square(),
+        "MultiLabelSoftMarginLoss": (plain > 0.5).double(),
+        "SoftMarginLoss": signs[:, None].expand(12, 3).clone(),
+        "HingeEmbeddingLoss": signs[:, None].expand(12, 3).clone(),
+        "KLDivLoss": plain.softmax(1),
+        "PoissonNLLLoss": plain.square(),
+    }
+    return found.get(name, plain)
+
+
+class Ends(nn.Module):
+    """Probabilities for losses that take these."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.name = nn.Linear(4, 3).double(), name
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layer(x)
+        if self.name == "BCELoss":
+            return found.sigmoid()
+        return found.log_softmax(1) if self.name in ("NLLLoss", "KLDivLoss") else found
+
+
+def loss_of(name: str) -> Any:
+    """A loss function for those that do not compare outputs with targets."""
+    criterion: Any = getattr(nn, name)
+    if name in ("CTCLoss", "AdaptiveLogSoftmaxWithLoss", "LinearCrossEntropyLoss"):  # of sequences; with parameters
+        return None
+    if name == "GaussianNLLLoss":
+        return lambda module, x, y: criterion()(module(x), y, torch.ones_like(y))
+    if name in ("TripletMarginLoss", "TripletMarginWithDistanceLoss"):
+        return lambda module, x, y: criterion()(module(x), y, -y)
+    if name in ("MarginRankingLoss", "CosineEmbeddingLoss"):
+        sign = torch.tensor(1.0, dtype=torch.float64)
+        if name == "CosineEmbeddingLoss":
+            return lambda module, x, y: criterion()(module(x), y, sign.expand(x.shape[0]))
+        return lambda module, x, y: criterion()(module(x), y, sign.expand_as(y))
+    return lambda module, x, y: criterion()(module(x), y)
+
+
+def values(opt: BatchOptimizer) -> tuple[float, torch.Tensor]:
+    loss = opt.evaluate().item()
+    return loss, opt.grad_parameters.clone()
+
+
+def assert_compiled_is_eager(module: nn.Module, loss: Any, x: torch.Tensor, y: Any, **options: Any) -> str:
+    options = {"loss_fn": loss, "optimizer": None, "check_cut": False, "on_nonfinite": "return", **options}
+    with BatchOptimizer(module, **options) as opt:
+        opt.load(x, y)
+        expected = values(opt)
+    with BatchOptimizer(module, **options, compile="auto") as opt:
+        opt.load(x, y)
+        compilation = opt._function.compilation
+        assert compilation is not None
+        found = values(opt)
+        if compilation._compiler is not None:
+            compilation._compiler.reply(waits=True)
+            found = values(opt)
+            found = values(opt)
+        said = repr(opt)
+    assert found[0] == pytest.approx(expected[0], rel=1e-10, nan_ok=True)
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-8, atol=1e-10, equal_nan=True)
+    return said
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
+@pytest.mark.parametrize("name", [name for name in LOSSES if loss_of(name) is not None])
+def test_each_loss_of_torch(name: str) -> None:
+    assert_compiled_is_eager(Ends(name), loss_of(name), X, targets_of(name))
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "tanh": nn.Tanh,
+    "relu": nn.ReLU,
+    "softplus": nn.Softplus,
+    "dropout": lambda: nn.Dropout(0.3),
+    "layer norm": lambda: nn.LayerNorm(4),
+    "batch norm": lambda: nn.BatchNorm1d(4),
+    "linear": lambda: nn.Linear(4, 4),
+    "silu": nn.SiLU,
+    "prelu": nn.PReLU,
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore:.*statistics of a chunk")
+@settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    names=st.lists(st.sampled_from([*LAYERS]), min_size=1, max_size=3),
+    slopes=st.booleans(),
+    parallelize=st.sampled_from([1, 2]),
+    changes=st.lists(st.sampled_from(["eval", "train", "factor", "freeze", "fewer"]), max_size=2),
+)
+def test_random_modules_with_random_changes(
+    names: list[str], slopes: bool, parallelize: int, changes: list[str]
+) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 4), *(LAYERS[name]() for name in names), nn.Linear(4, 1)).double()
+    module.factor = 1.0  # type: ignore[assignment]
+
+    def loss(m: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.requires_grad_(slopes)
+        u = m(x)
+        found: torch.Tensor = (m.factor * u - y).square().mean()
+        if slopes:
+            (slope,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+            found = found + slope.square().mean()
+        return found
+
+    x, y, options = X, X[:, :1].cos(), {"parallelize": parallelize, "chunk_size": 6}
+    assert_compiled_is_eager(module, loss, x, y, **options)
+    for change in changes:
+        if change == "eval":
+            module.eval()
+        elif change == "train":
+            module.train()
+        elif change == "factor":
+            module.factor = 2.0  # type: ignore[assignment]
+        elif change == "freeze":
+            next(module.parameters()).requires_grad_(False)
+        else:
+            x, y = x[:7], y[:7]
+        assert_compiled_is_eager(module, loss, x, y, **options)
+
+
+class Flow(nn.Module):
+    """A neural ODE, by ten steps of Runge and Kutta."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.field = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(10):
+            k1 = self.field(x)
+            k2 = self.field(x + 0.05 * k1)
+            k3 = self.field(x + 0.05 * k2)
+            x = x + 0.1 / 6 * (k1 + 2 * k2 + 2 * k3 + self.field(x + 0.1 * k3))
+        return x
+
+
+class Sequences(nn.Module):
+    """A recurrent network over the entries of a sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.GRU(1, 5, batch_first=True), nn.Linear(5, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(self.cell(x[..., None])[0][:, -1])
+        return found
+
+
+class Attention(nn.Module):
+    """One layer of a transformer, of four tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.head = nn.Linear(1, 8), nn.Linear(8, 1)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(self.layer(self.into(x[..., None]))).mean(1)
+        return found
+
+
+ZOO: dict[str, Callable[[], nn.Module]] = {
+    "a neural ODE": Flow,
+    "a recurrent network": Sequences,
+    "a transformer": Attention,
+    "convolutions": lambda: nn.Sequential(
+        nn.Unflatten(1, (1, 2, 2)),
+        nn.Conv2d(1, 3, 2, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(3, 1),
+    ),
+    "weights that are normalised": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 1)),
+    "an instance norm": lambda: nn.Sequential(
+        nn.Unflatten(1, (2, 2)), nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten(), nn.Linear(4, 1)
+    ),
+    "tied weights": lambda: (lambda layer: nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(4, 1)))(nn.Linear(4, 4)),
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore:.*statistics of a chunk")
+@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("parallelize", [1, 2])
+def test_the_zoo(name: str, parallelize: int) -> None:
+    torch.manual_seed(0)
+    module = ZOO[name]().double()
+    said = assert_compiled_is_eager(
+        module, lambda m, x, y: m(x).square().mean(), X, X[:, :1].cos(), parallelize=parallelize, chunk_size=6
+    )
+    assert "found something else" not in said

@@ -1,0 +1,233 @@
+"""What can be traced is, with all that it reads as inputs; what cannot is refused, each with its reason."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from batchopt_workers.compiled.compiler import traced
+from batchopt_workers.compiled.form import STATISTIC, TENSOR, PackedPiece, Request, form_of
+from batchopt_workers.compiled.trace import Traced
+from batchopt_workers.data.batch import Piece
+from batchopt_workers.data.packing import pack
+from batchopt_workers.map.program import Program
+from batchopt_workers.process.torch_settings import TorchSettings
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of torch's own, as in the process that compiles
+
+Loss = Callable[[nn.Module, Any, Any], torch.Tensor]
+
+
+def net(*extra: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 8), *extra, nn.Tanh(), nn.Linear(8, 1))
+
+
+def plain(module: nn.Module, x: torch.Tensor, y: Any) -> torch.Tensor:
+    loss: torch.Tensor = module(x).square().sum()
+    return loss
+
+
+def request(module: nn.Module, loss: Loss, inputs: torch.Tensor, targets: Any = None) -> Request:
+    """What the parent requests for a batch."""
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    program = pack(Program(module, None, (loss,), 0), parameters, expanded=True)
+    piece = Piece(inputs, targets, None, range(len(inputs)), 1.0)
+    own, form = pack((inputs, targets, {})), form_of(piece)
+    assert form is not None
+    return Request(
+        program.data,
+        program.placements,
+        pack(parameters).placements,
+        (PackedPiece(form, own.data, own.placements, len(inputs), 64),),
+        TorchSettings.current(),
+        1,
+        "",
+    )
+
+
+def trace_of(module: nn.Module, loss: Loss, inputs: torch.Tensor | None = None) -> Traced:
+    asked = request(module, loss, torch.randn(16, 3) if inputs is None else inputs)
+    return traced(asked, asked.pieces[0])
+
+
+class Doubled(torch.autograd.Function):
+    """By NumPy, which sees elements."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(2 * x.detach().numpy())
+
+    @staticmethod
+    def backward(ctx: Any, *above: Any) -> Any:
+        return 2 * above[0]
+
+
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = Doubled.apply(x)  # type: ignore[no-untyped-call]
+    return found
+
+
+class Counting(nn.Module):
+    """Counts its calls in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.layer = 0, nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        found: torch.Tensor = self.layer(x)
+        return found * self.calls
+
+
+class Replacing(nn.Module):
+    """Replaces a buffer instead of writing it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+        self.register_buffer("mean", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layer(x)
+        self.mean = found.detach().mean().reshape(1)
+        return found
+
+
+class Writing(nn.Module):
+    """Writes a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.memory = nn.Linear(3, 1), torch.zeros(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.memory += 1
+        found: torch.Tensor = self.layer(x)
+        return found
+
+
+def hooked() -> nn.Module:
+    module, seen = net(), []
+    next(module.children()).register_forward_hook(lambda layer, inputs, output: seen.append(output.shape))
+    return module
+
+
+def written(x: torch.Tensor) -> torch.Tensor:
+    return x.mul_(2)
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], Loss, str]] = {
+    "a branch": (net, lambda m, x, y: plain(m, x, y) * (2 if x.mean() > 0 else 1), "data-dependent"),
+    "float of parameters": (net, lambda m, x, y: plain(m, x, y) / float(m[0].weight.norm()), "data-dependent"),  # type: ignore[index]
+    "NumPy of the batch": (net, lambda m, x, y: plain(m, x, y) * float(x.detach().numpy().sum()), "numpy"),
+    "a function by NumPy": (net, lambda m, x, y: doubled(m(x)).square().sum(), "numpy"),
+    "a counter": (Counting, plain, "Python objects"),
+    "a hook that records": (hooked, plain, "Python objects"),
+    "a buffer that is replaced": (Replacing, plain, "Python objects"),
+    "draws of NumPy": (net, lambda m, x, y: plain(m, x, y) * np.random.rand(), "random numbers in Python"),
+    "draws of random": (net, lambda m, x, y: plain(m, x, y) * random.random(), "random numbers in Python"),
+    "a generator": (
+        net,
+        lambda m, x, y: plain(m, x + torch.rand(x.shape, generator=torch.Generator().manual_seed(5)), y),
+        "",
+    ),
+    "samples are written": (net, lambda m, x, y: plain(m, written(x), y), "writes the samples"),
+    "a constant is written": (Writing, plain, "writes a constant"),
+    "complex numbers": (net, lambda m, x, y: torch.fft.fft(m(x)[:, 0]).abs().sum(), "complex"),
+    "a sparse gradient": (
+        lambda: nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 1)),
+        lambda m, x, y: m(x.long()[:, 0].abs() % 4).square().sum(),
+        "",
+    ),
+    "a parameter that is scaled": (
+        lambda: nn.Sequential(nn.Embedding(4, 3, max_norm=1.0), nn.Linear(3, 1)),
+        lambda m, x, y: m(x.long()[:, 0].abs() % 4).square().sum(),
+        "writes a parameter",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_trace_would_not_see_is_refused(case: str) -> None:
+    make, loss, reason = REFUSED[case]
+    with pytest.raises(Exception) as caught:
+        trace_of(make(), loss)
+    assert reason in str(caught.value), caught.value
+
+
+def test_a_tensor_of_the_loss_is_an_input() -> None:
+    scale = torch.tensor(2.0)
+    found = trace_of(net(), lambda m, x, y: plain(m, x, y) * scale)
+    assert [kind for kind, _ in found.inputs].count(TENSOR) == 1
+
+
+def test_statistics_are_inputs_and_results() -> None:
+    """Batch normalisation writes all three of its buffers, and torch's signature of it tells of one."""
+    found = trace_of(net(nn.BatchNorm1d(8)), plain)
+    assert {*found.written} == {0, 1, 2}
+    assert [kind for kind, _ in found.inputs].count(STATISTIC) == 3
+    module = net(nn.BatchNorm1d(8)).eval()
+    assert not trace_of(module, plain).written
+
+
+def test_a_parameter_that_is_not_used_has_no_gradient() -> None:
+    module = net()
+    module.spare = nn.Parameter(torch.ones(3))
+    found = trace_of(module, lambda m, x, y: m[:3](x).square().sum())  # type: ignore[index]
+    assert len(found.used) == 4
+
+
+@pytest.mark.parametrize(
+    ("loss", "serves"),
+    [
+        (plain, {2: True, 16: True, 64: True}),
+        (lambda m, x, y: m(x).square().mean(), {2: True, 16: True, 64: True}),
+        (lambda m, x, y: plain(m, x, y) if x.shape[0] > 10 else 2 * plain(m, x, y), {10: False, 11: True, 16: True}),
+        (lambda m, x, y: plain(m, x.reshape(16, 3), y), {16: True, 17: False}),
+    ],
+)
+def test_one_graph_serves_the_numbers_of_samples_for_which_the_code_is_the_same(
+    loss: Loss, serves: dict[int, bool]
+) -> None:
+    found = trace_of(net(), loss)
+    assert {samples: found.serves(samples) for samples in serves} == serves
+
+
+def test_draws_are_seen() -> None:
+    assert trace_of(net(nn.Dropout(0.5)), plain).draws
+    assert not trace_of(net(nn.Dropout(0.5)).eval(), plain).draws
+
+
+def test_equal_computations_have_equal_digests() -> None:
+    """Whatever made them; a Python number, a mode, and a literal are part of what is computed."""
+
+    def digest(factor: float = 2.0, literal: float = 1.0, module: nn.Module | None = None) -> bytes:
+        def loss(m: nn.Module, x: torch.Tensor, y: Any) -> torch.Tensor:
+            return factor * plain(m, x * torch.tensor([1.0, literal, 3.0]), y)
+
+        return trace_of(module or net(), loss).digest()
+
+    assert digest() == digest()
+    others = digest(factor=3.0), digest(literal=2.0), digest(module=net(nn.Dropout(0.5)))
+    assert len({digest(), *others}) == 4
+
+
+def test_derivatives_by_forward_mode_have_memory() -> None:
+    """Their zeros have none, and compiled code would read it."""
+
+    def loss(m: nn.Module, x: torch.Tensor, y: Any) -> torch.Tensor:
+        along = torch.zeros_like(x)
+        along[:, 0] = 1.0
+        value, slope = torch.func.jvp(m, (x,), (along,))  # type: ignore[misc]
+        found: torch.Tensor = (value * slope).square().sum()
+        return found
+
+    found = trace_of(net(), loss)
+    assert torch.ops.aten._efficientzerotensor.default not in {node.target for node in found.graph.graph.nodes}

@@ -1,0 +1,193 @@
+"""A process that compiles evaluations: it is sent programs without elements, and writes libraries for all workers.
+
+It is apart from the workers and from the user's process, because tracing runs the user's code on tensors that have no
+elements, which it may keep in its objects, and because the compiler takes its own memory, threads and time.
+
+    parent  ── request (pickled, its standard input) ──►  trace ─► seen before? ─► compile ─► rename into the directory
+            ◄── replies (pickled, its standard output) ──
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import queue
+import signal
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, BinaryIO
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from batchopt_workers.compiled.form import Artifact, PackedPiece, Reply, Request
+from batchopt_workers.compiled.trace import Fakes, Traced, Untraceable, trace
+from batchopt_workers.data.graph import Found, Part
+from batchopt_workers.data.packing import assemble
+from batchopt_workers.map.module_state import places_of_state
+from batchopt_workers.map.objective import Objective
+from batchopt_workers.map.program import Program
+from batchopt_workers.map.record import Record
+from batchopt_workers.map.seeding import generator_states
+from batchopt_workers.process.torch_settings import set_module_hooks
+
+# Of this file and of what a library expects: libraries of another one are compiled again.
+VERSION = 1
+
+
+class _Objects(Record):
+    """A record of what Python objects hold, without what tensors do."""
+
+    def _look_inside(self, found: Found) -> Iterable[Part]:
+        return () if isinstance(found.obj, torch.Tensor) else super()._look_inside(found)
+
+
+def carry_out(request: Request) -> Reply:
+    """Trace and compile what is requested."""
+    began = time.perf_counter()
+    torch.set_num_threads(request.threads)
+    request.settings.apply()
+    found = tuple(_compiled(request, piece) for piece in request.pieces)
+    return Reply(found, time.perf_counter() - began)
+
+
+def _compiled(request: Request, piece: PackedPiece) -> Artifact | str:
+    """Return the artifact for pieces like this one, compiled unless it is there; or why there is none."""
+    try:
+        with request.settings.contexts():
+            graph = traced(request, piece)
+    except Untraceable as error:
+        return str(error)
+    except Exception as error:  # of the user's code, and of torch's many ways to refuse
+        return _told(error)
+    fewest, most = graph.range_around(piece.samples, piece.most)
+    key = _key(graph, request)
+    path = os.path.join(request.directory, f"{key}.so")
+    if not os.path.exists(path):
+        try:
+            _compile(graph, path, request.threads)
+        except Exception as error:  # of inductor, and of the C++ compiler
+            return f"it cannot be compiled: {_told(error)}"
+    return Artifact(key, path, piece.form, fewest, most, graph.inputs, graph.used, graph.written, graph.draws)
+
+
+def _told(error: Exception) -> str:
+    """Return the first line of an error of others."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"
+
+
+def traced(request: Request, piece: PackedPiece) -> Traced:
+    """Trace the evaluation of a piece. Raise `Untraceable`, and whatever the user's code raises."""
+    fakes = Fakes()
+    parameters = [fakes.like(placement) for placement in request.parameters]
+    tensors = [fakes.like(placement) for placement in request.placements]
+    own = [dict(vars(parameter)) for parameter in parameters]
+    program: Program = assemble(request.program, tensors, parameters)
+    for parameter, attributes in zip(parameters, own, strict=True):  # by which a tensor knows that it is such a one
+        vars(parameter).update(attributes)
+    set_module_hooks(program.module_hooks)
+    rows = zip(piece.placements, piece.form.by_sample, strict=True)
+    samples = [fakes.like(placement, by_sample) for placement, by_sample in rows]
+    inputs, targets, attributes = assemble(piece.data, samples)
+    objective = Objective(program.module, program.criterion, program.loss_fns[piece.form.term])
+
+    def loss() -> torch.Tensor:
+        output, value = objective(inputs, targets, attributes)
+        if objective.compares_pairs:
+            objective.check_pairs(output, targets)
+        return value
+
+    statistics = [places[0].get() for places in places_of_state(program.module, program.state)]
+    roots = {"the module": program.module, "the criterion": program.criterion, "the loss": program.loss_fns}
+    record, states = _Objects(roots, functions=True), generator_states()
+    found = trace(fakes, loss, parameters, statistics, tensors, samples)
+    if not record.looks_the_same():
+        raise Untraceable("it changes Python objects (an attribute, a list, a counter), which a graph would not")
+    if states != generator_states():
+        raise Untraceable("it draws random numbers in Python, from NumPy or `random`")
+    return found
+
+
+def _key(graph: Traced, request: Request) -> str:
+    """Return what the bits of results depend on, on one machine."""
+    version = VERSION, torch.__version__, torch.version.git_version, request.threads, request.settings, _processor()
+    found = hashlib.sha256(graph.digest() + repr(version).encode())
+    found.update(repr((graph.inputs, graph.used, graph.written)).encode())
+    return found.hexdigest()
+
+
+def _processor() -> str:
+    with suppress(OSError), open("/proc/cpuinfo") as lines:
+        return "".join(sorted({line for line in lines if line.startswith(("model name", "flags"))}))
+    return torch.backends.cpu.get_cpu_capability()
+
+
+def _compile(graph: Traced, path: str, threads: int) -> None:
+    """Compile a graph to the library `path`, which appears there complete."""
+    from torch._inductor import aot_compile, config
+
+    with tempfile.TemporaryDirectory(dir=os.path.dirname(path)) as directory:
+        made = os.path.join(directory, "compiled.so")
+        settings = {"cpp.threads": threads, "compile_threads": 1, "fallback_random": True}
+        for example in graph.examples:
+            if isinstance(example, FakeTensor):  # literals of the code have elements
+                example.fake_mode.allow_non_fake_inputs = True
+        with config.patch(settings):
+            found: Any = aot_compile(graph.graph, graph.examples, options={"aot_inductor.output_path": made})
+        _run_once(found, graph.examples)
+        os.chmod(found, 0o600)
+        os.rename(found, path)
+
+
+def _run_once(path: str, examples: Sequence[torch.Tensor]) -> None:
+    """Evaluate once, since some operations are found to be missing only then. Raise what that raises."""
+
+    def numbers(sizes: Sequence[Any]) -> list[int]:
+        return [size if isinstance(size, int) else size.node.hint for size in sizes]
+
+    inputs = [
+        torch.empty_strided(numbers(example.shape), numbers(example.stride()), dtype=example.dtype).zero_()
+        for example in examples
+    ]
+    torch._C._aoti.AOTIModelContainerRunnerCpu(path, 1).run(inputs)
+
+
+def _requests(stream: BinaryIO) -> Iterator[Any]:
+    """Yield the requests, which a thread reads: at the end of the stream, as of the process that has started this one,
+    this one ends with all that it started, whatever it is doing."""
+    waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def read() -> None:
+        while True:
+            try:
+                waiting.put(pickle.load(stream))
+            except (EOFError, OSError):
+                os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=read, daemon=True).start()
+    while True:
+        yield waiting.get()
+
+
+def main() -> None:
+    """Serve the process that has started this one. The standard output is for replies alone: what the user's code
+    prints is dropped."""
+    if os.getpgrp() != os.getpid():
+        os.setpgrp()
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    warnings.simplefilter("ignore")  # the workers issue them, too
+    os.nice(5)  # evaluations go on meanwhile
+    for request in _requests(sys.stdin.buffer):
+        pickle.dump(carry_out(request), replies)
+        replies.flush()
+
+
+if __name__ == "__main__":
+    main()
