@@ -26,7 +26,7 @@ from batchopt._machine.cores import share_cores
 from batchopt._program.compiler import Compiler, check, directory, known, obstacle
 from batchopt._program.program import PickledProgram
 from batchopt.errors import BatchoptError, CompileError, WorkerError
-from batchopt_workers.compiled.form import Artifact, PackedPiece, PieceForm, Reply, Request, arguments_of, form_of
+from batchopt_workers.compiled.form import Artifact, PackedPiece, PieceForm, Reply, Request, form_of, in_rows, packed
 from batchopt_workers.compiled.run import CompiledDiffers
 from batchopt_workers.data.batch import Batch, Piece
 from batchopt_workers.data.packing import pack
@@ -201,7 +201,7 @@ class Compilation:
         parameters = pack(engine.subject.parameters).placements
         request = Request(
             program.data,
-            program.placements,
+            tuple(map(in_rows, program.placements)),
             parameters,
             tuple(pieces),
             subject.settings,
@@ -292,8 +292,7 @@ def _pieces_of(step: Step, before: Pieces | None) -> Pieces:
         for piece in _largest(batch, cut):
             form = form_of(piece)
             if form is not None and (form not in found or len(piece.indices) > found[form].samples):
-                own = pack(arguments_of(piece))
-                found[form] = PackedPiece(form, own.data, own.placements, len(piece.indices), batch.size)
+                found[form] = packed(piece, form, batch.size)
     return Pieces(step.number, cut, plain, found)
 
 

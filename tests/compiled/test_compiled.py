@@ -163,6 +163,40 @@ def test_batches_of_other_sizes_need_no_other_library() -> None:
         assert len(opt.state_dict()["compiled"]) == 1
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("parallelize", [1, 2])
+def test_tensors_lie_in_memory_as_they_like(parallelize: int) -> None:
+    """Batches, and what the loss holds; also in evaluations that are not compared."""
+    wide = torch.cat([X, X.flip(1)], 1)
+    scale = torch.arange(1.0, 7.0, dtype=torch.float64)[::2]
+
+    def loss(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return slopes(module, x * scale, y)
+
+    with make(net(), loss_fn=loss, parallelize=parallelize) as opt:
+        for inputs in (X, X, wide[:, :3], wide[:, ::2], X.T.contiguous().T, wide[:, 3:]):
+            opt.load(inputs, Y)
+            found = opt.evaluate().item()
+            assert found == pytest.approx(loss(opt.module, inputs.clone(), Y).item(), rel=1e-12)
+            assert is_compiled(opt)
+
+
+@pytest.mark.slow
+def test_a_tensor_of_another_shape_is_not_read_as_before() -> None:
+    scale = torch.ones(3, dtype=torch.float64)
+
+    def loss(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return slopes(module, x * scale.sum(), y)
+
+    with make(net(), loss_fn=loss) as opt:
+        opt.load(X, Y)
+        for _ in range(4):
+            opt.evaluate()
+        scale.data = torch.ones(2, dtype=torch.float64)
+        with pytest.warns(UserWarning, match="was given another shape"):
+            assert_is_plain(opt, loss)
+
+
 def of_the_surroundings(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return ambient.FACTOR * slopes(module, x, y)
 

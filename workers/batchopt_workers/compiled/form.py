@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from batchopt_workers.data.batch import Piece
-from batchopt_workers.data.packing import Placement
+from batchopt_workers.data.packing import Placement, pack
 from batchopt_workers.data.structures import PLAIN, items_of, tensors_in
 from batchopt_workers.process.torch_settings import TorchSettings
 
@@ -19,8 +20,8 @@ PIECE, PARAMETER, STATISTIC, TENSOR = "piece", "parameter", "statistic", "tensor
 
 class PieceForm(NamedTuple):
     """The common form of pieces of one term: `structure` (types, keys, and all that is no tensor), and `tensors`: for
-    each its dtype, whether it requires grad, the shape and the strides without those of the samples. `by_sample`: which
-    tensors have a row for each sample."""
+    each its dtype, whether it requires grad, and its shape without the number of samples. `by_sample`: which tensors
+    have a row for each sample."""
 
     term: int
     structure: object
@@ -33,6 +34,20 @@ def arguments_of(piece: Piece) -> tuple[Any, Any, dict[str, Any]]:
     return piece.inputs, piece.targets, piece.attributes
 
 
+def packed(piece: Piece, form: PieceForm, most: int) -> PackedPiece:
+    """Return a piece of that form without its elements; evaluations of up to `most` samples are to be served."""
+    found = pack(arguments_of(piece))
+    placements = tuple(map(in_rows, found.placements))
+    return PackedPiece(form, found.data, placements, len(piece.indices), most)
+
+
+def in_rows(placement: Placement) -> Placement:
+    """Return the placement of a tensor in row-major order, as libraries read all tensors: theirs would be wrong numbers
+    if another one came in another order."""
+    stride = torch.empty(placement.shape, device="meta").stride()
+    return replace(placement, stride=stride)
+
+
 def form_of(piece: Piece) -> PieceForm | None:
     """Return the form of a piece; None if it holds something that cannot be compared."""
     data, samples, tensors, by_sample = arguments_of(piece), len(piece.indices), [], []
@@ -40,8 +55,7 @@ def form_of(piece: Piece) -> PieceForm | None:
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.grad_fn is not None:
             return None
         rows = tensor.dim() > 0 and tensor.shape[0] == samples
-        shape, stride = tuple(tensor.shape), tensor.stride()
-        tensors.append((tensor.dtype, tensor.requires_grad, shape[rows:], stride[rows:] if rows else stride))
+        tensors.append((tensor.dtype, tensor.requires_grad, tuple(tensor.shape)[rows:]))
         by_sample.append(rows)
     try:
         structure = tuple(_structure(data))

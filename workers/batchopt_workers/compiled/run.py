@@ -51,11 +51,21 @@ class Library:
         self._used = [sources.parameters[i] for i in artifact.used]
         self._written = [sources.statistics[i] for i in artifact.written]
         self._comparison = Comparison()
+        self._forms = self._forms_now()
+
+    def _forms_now(self) -> list[tuple[torch.Size, torch.dtype]]:
+        return [(x.shape, x.dtype) for x in self._inputs if isinstance(x, torch.Tensor)]
+
+    def check(self) -> None:
+        """Raise `CompiledDiffers` if a tensor of the program was given another form: the library would read memory that
+        is not there."""
+        if self._forms_now() != self._forms:
+            raise CompiledDiffers("a tensor of the module or the loss was given another shape")
 
     def __call__(self, piece: Sequence[torch.Tensor]) -> torch.Tensor:
         """Evaluate the piece with these tensors."""
         with torch.no_grad():
-            found = self._run([(piece[x] if isinstance(x, int) else x).detach() for x in self._inputs])
+            found = self._run([(piece[x] if isinstance(x, int) else x).detach().contiguous() for x in self._inputs])
             for parameter, gradient in zip(self._used, found[1:], strict=False):
                 parameter.grad = gradient.view(parameter.shape)
             for own, new in zip(self._written, found[1 + len(self._used) :], strict=True):
@@ -147,6 +157,8 @@ class CompiledPieces:
     def begin(self, evaluation: int) -> None:
         """Begin an evaluation, or go on with it."""
         if evaluation != self._evaluation:
+            for library in self._libraries.values():
+                library.check()
             self._evaluation = evaluation
             self._evaluations += 1
             if self._evaluations & (self._evaluations - 1) == 0:
