@@ -114,8 +114,8 @@ class BatchOptimizer(Evaluations):
             signals that f has no value at X: an evaluation that raises one has a loss that is not finite. The
             optimizers of batchopt then try a shorter step, also with `on_nonfinite="raise"`. Default: none.
         compile: evaluate f and its gradient by a C++ program that is made of them, in a process of its own; up to
-            three times as fast where derivatives of derivatives are taken. "auto": evaluations go on until it is there,
-            and the faster way is kept; True: the first one waits for it, and what cannot be compiled is a
+            twice as fast where derivatives of derivatives are taken. "auto": evaluations go on until it is there, and
+            the faster way is kept; True: the first one waits for it, and what cannot be compiled is a
             `CompileError`. Compiled evaluations differ from others by rounding, and are compared with them now and
             then. Needs a C++ compiler.
         check_cut: warn if the loss depends on how the batch is cut, as for tokens without padding and without

@@ -54,7 +54,7 @@ class Abandoned(BatchoptError):
     """A step was begun with compiled evaluations that found something else than eager ones; it is to be made anew."""
 
 
-class Phase(Enum):
+class Stage(Enum):
     """The state of a compilation."""
 
     EAGER = "eager"  # and remains so, for what is at hand
@@ -63,8 +63,8 @@ class Phase(Enum):
     COMPILED = "compiled"
 
 
-class Subject(NamedTuple):
-    """The subject of libraries, compared field by field: the version of the program that workers have, the settings of
+class Target(NamedTuple):
+    """The target of compilation, compared field by field: the version of the program that workers have, the settings of
     torch, the number of threads, whether somebody looks at each forward, and the forms of the pieces."""
 
     version: object
@@ -72,6 +72,11 @@ class Subject(NamedTuple):
     threads: int
     is_watched: bool
     forms: frozenset[PieceForm]
+
+    @property
+    def without_forms(self) -> Target:
+        """The target of pieces of any form: libraries for several forms have it in common."""
+        return self._replace(forms=frozenset())
 
 
 class Pieces(NamedTuple):
@@ -90,25 +95,25 @@ class Compilation:
 
     def __init__(self, insists: bool) -> None:
         self.insists = insists
-        self.phase, self.reason = Phase.EAGER, "nothing was evaluated yet"
+        self.phase, self.reason = Stage.EAGER, "nothing was evaluated yet"
         self.keys: tuple[str, ...] = ()  # of the libraries in use
         self.expected: tuple[str, ...] | None = None  # those of the run that is resumed; None: of no other
         self._compiler: Compiler | None = None
-        self._subject: Subject | None = None
+        self._target: Target | None = None
         self._pieces: Pieces | None = None
-        self._libraries: dict[tuple[object, ...], dict[PieceForm, Artifact | str]] = {}
-        self._asked: list[PieceForm] = []  # of the last request
+        self._libraries: dict[Target, dict[PieceForm, Artifact | str]] = {}
         self._versions = 0  # that were compiled
         self._seconds: dict[bool, list[float]] = {False: [], True: []}  # of evaluations, eager and compiled
         self._took = 0.0  # seconds of compiling
 
     def __str__(self) -> str:
         """Say what runs, in one line."""
-        if self.phase is Phase.COMPILED:
+        if self.phase is Stage.COMPILED:
             eager, compiled = (min(self._seconds[kind], default=0.0) for kind in (False, True))
             gain = f"{eager / compiled:.2g} x eager, " if eager and compiled else ""
             return f"compiled (inductor, {gain}{self._took:.1f} s once)"
-        return "eager, while it is compiled" if self.phase is Phase.COMPILING else f"eager ({self.reason})"
+        others = {Stage.COMPILING: "eager, while it is compiled", Stage.TIMING: "compiled, and being timed"}
+        return others.get(self.phase, f"eager ({self.reason})")
 
     # ---- between evaluations
 
@@ -118,15 +123,15 @@ class Compilation:
         step = engine.ready()
         if not self.insists and engine.auto is not None and engine.auto.choice.phase is not Choosing.CHOSEN:
             return  # one thing at a time is measured
-        subject = self._subject_of(engine, step)
-        if subject != self._subject:
-            self._subject = None
+        target = self._target_of(engine, step)
+        if target != self._target:
+            self._target = None
             self._use(engine, {})
             self._seconds = {False: [], True: []}
-            self._begin(engine, step, subject)
-            self._subject = subject
-        if self.phase is Phase.COMPILING:
-            self._take(engine, subject)
+            self._begin(engine, step, target)
+            self._target = target
+        if self.phase is Stage.COMPILING:
+            self._take(engine, target)
 
     def took(self, engine: Engine, seconds: float) -> None:
         """Count the time of an evaluation, and decide once there were enough."""
@@ -134,14 +139,14 @@ class Compilation:
         times = self._seconds[kind]
         times.append(seconds)
         del times[: -2 * TIMED]
-        if self.phase is Phase.TIMING and len(times) >= TIMED + 3:  # the first ones are compared with eager ones
+        if self.phase is Stage.TIMING and len(times) >= TIMED + 3:  # the first ones are compared with eager ones
             eager, compiled = min(self._seconds[False], default=0.0), min(times[3:])
             if self._seconds[False] and eager < GAIN * compiled:
                 self._stay_eager(
                     engine, f"compiled evaluations take {compiled * 1e3:.3g} ms, eager ones {eager * 1e3:.3g}"
                 )
             else:
-                self.phase = Phase.COMPILED
+                self.phase = Stage.COMPILED
                 engine.observers.reporter.note("%s", self)
 
     def abandon(self, engine: Engine, error: WorkerError) -> None:
@@ -149,8 +154,8 @@ class Compilation:
         step in which evaluations before were compiled."""
         self.insists = False
         self._stay_eager(engine, f"compiled evaluations found something else: {error.message}")
-        if self._subject is not None:
-            self._libraries[self._subject[:4]] = dict.fromkeys(self._subject.forms, self.reason)
+        if self._target is not None:
+            self._libraries[self._target.without_forms] = dict.fromkeys(self._target.forms, self.reason)
         warn(
             f"a compiled evaluation found something else than an eager one ({error.message}): evaluations are eager "
             "from here, and the step is made anew; does the loss depend on something that the module, the criterion "
@@ -168,19 +173,19 @@ class Compilation:
 
     # ---- what there is to compile
 
-    def _subject_of(self, engine: Engine, step: Step) -> Subject:
+    def _target_of(self, engine: Engine, step: Step) -> Target:
         pieces = self._pieces = _pieces_of(step, self._pieces)
         workers, (count, threads) = engine.workers, engine.workers.configuration
         threads = threads or (torch.get_num_threads() if workers.alone else min(share_cores(count, None)))
         is_watched = workers.hooks != (None, None) or workers.mode.outputs
         forms = frozenset(pieces.found)
-        return Subject(workers.backend.version, TorchSettings.current(), threads, is_watched, forms)
+        return Target(workers.backend.version, TorchSettings.current(), threads, is_watched, forms)
 
-    def _begin(self, engine: Engine, step: Step, subject: Subject) -> None:
-        """Find what is known for the subject; request what is not."""
-        self.phase = Phase.EAGER
-        reason = obstacle() or _obstacle(engine, step, subject)
-        there = self._libraries.setdefault(subject[:4], {})
+    def _begin(self, engine: Engine, step: Step, target: Target) -> None:
+        """Find what is known for the target; request what is not."""
+        self.phase = Stage.EAGER
+        reason = obstacle() or _obstacle(engine, step, target)
+        there = self._libraries.setdefault(target.without_forms, {})
         assert self._pieces is not None
         lacking = [piece for form, piece in self._pieces.found.items() if form not in there]
         if reason is None and lacking and not self.insists and self._versions >= MOST:
@@ -188,15 +193,15 @@ class Compilation:
         if reason is None:
             try:
                 if lacking:
-                    self._request(engine, subject, lacking)
+                    self._request(engine, target, lacking)
             except (BatchoptError, OSError, TypeError, ValueError) as error:
                 reason = f"it cannot be sent to the process that compiles: {error}"
         if reason is not None:
             self._refuse(engine, reason)
             return
-        self.phase = Phase.COMPILING
+        self.phase = Stage.COMPILING
 
-    def _request(self, engine: Engine, subject: Subject, pieces: list[PackedPiece]) -> None:
+    def _request(self, engine: Engine, target: Target, pieces: list[PackedPiece]) -> None:
         program = PickledProgram(engine.workers.program, engine.subject.parameters).packed
         parameters = pack(engine.subject.parameters).placements
         request = Request(
@@ -204,14 +209,13 @@ class Compilation:
             tuple(map(in_rows, program.placements)),
             parameters,
             tuple(pieces),
-            subject.settings,
-            subject.threads,
+            target.settings,
+            target.threads,
             str(directory()),
         )
-        self._asked = [piece.form for piece in pieces]
         reply = known(request)
         if reply is not None:
-            self._keep(self._libraries[subject[:4]], reply, subject)
+            self._keep(self._libraries[target.without_forms], reply, target)
             return
         if self._compiler is not None and self._compiler.is_busy:  # with what nobody needs any more
             self.close()
@@ -221,31 +225,31 @@ class Compilation:
 
     # ---- what came of it
 
-    def _take(self, engine: Engine, subject: Subject) -> None:
+    def _take(self, engine: Engine, target: Target) -> None:
         """Use what was compiled, if it is there by now."""
-        there = self._libraries[subject[:4]]
-        if not subject.forms <= there.keys():
+        there = self._libraries[target.without_forms]
+        if not target.forms <= there.keys():
             assert self._compiler is not None
             reply = self._compiler.reply(waits=self.insists)
             if reply is None:
                 return
-            self._keep(there, reply, subject)
-        libraries = {form: there[form] for form in subject.forms}
+            self._keep(there, reply, target)
+        libraries = {form: there[form] for form in target.forms}
         reasons = [found for found in libraries.values() if isinstance(found, str)]
         if reasons:
             self._refuse(engine, reasons[0])
             return
         self._use(engine, libraries)
-        self.phase = Phase.COMPILED if self.insists else Phase.TIMING
+        self.phase = Stage.COMPILED if self.insists else Stage.TIMING
         if self.insists:
             engine.observers.reporter.note("%s", self)
 
-    def _keep(self, there: dict[PieceForm, Artifact | str], reply: Reply | str, subject: Subject) -> None:
+    def _keep(self, there: dict[PieceForm, Artifact | str], reply: Reply | str, target: Target) -> None:
         if isinstance(reply, str):
-            there |= {form: reply for form in subject.forms if form not in there}
+            there |= {form: reply for form in target.forms if form not in there}
             return
         self._took += reply.seconds
-        for form, found in zip(self._asked, reply.found, strict=True):
+        for form, found in reply.found.items():
             there[form] = found
             if isinstance(found, Artifact):
                 try:
@@ -272,7 +276,7 @@ class Compilation:
 
     def _stay_eager(self, engine: Engine, reason: str) -> None:
         self._use(engine, {})
-        self.phase, self.reason = Phase.EAGER, reason
+        self.phase, self.reason = Stage.EAGER, reason
         engine.observers.reporter.note("%s", self)
 
 
@@ -308,7 +312,7 @@ def _largest(batch: Batch, cut: Cut) -> Iterator[Piece]:
             yield from batch.pieces(start, stop)
 
 
-def _obstacle(engine: Engine, step: Step, subject: Subject) -> str | None:
+def _obstacle(engine: Engine, step: Step, target: Target) -> str | None:
     """Return why this is not compiled, as far as it is known without tracing."""
     settings, module = engine.settings, engine.subject.module
     prehook, posthook = engine.workers.hooks
@@ -318,15 +322,15 @@ def _obstacle(engine: Engine, step: Step, subject: Subject) -> str | None:
         return "outputs are kept"
     if settings.devices is not None or engine.subject.x.device.type != "cpu":
         return "only evaluations on CPUs are compiled"
-    if len(subject.forms) > FORMS:
-        return f"the pieces have {len(subject.forms)} forms, and each would be compiled"
+    if len(target.forms) > FORMS:
+        return f"the pieces have {len(target.forms)} forms, and each would be compiled"
     if any(part.one_by_one for part in step.batch.parts):
         return "each sample takes a forward of its own"
-    if not subject.forms:
+    if not target.forms:
         return "the samples hold something that cannot be compared"
-    if subject.settings.autocast:
+    if target.settings.autocast:
         return "autocast rounds more than compiled code would"
-    if subject.settings.anomaly[0]:
+    if target.settings.anomaly[0]:
         return "torch detects anomalies"
     if any(isinstance(found, dict) and found for found in module_hooks().values()):
         return "there are hooks of all modules"

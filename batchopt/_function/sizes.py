@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from batchopt._function.checks import cut_differences
 from batchopt._function.choice import Phase as Choosing
-from batchopt._function.compilation import Phase as Compiling
+from batchopt._function.compilation import Stage
 from batchopt_workers.tasks.inspection import normalises_by_chunk
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Sizes:
     def took(self, engine: Engine, seconds: float) -> None:
         """Count the time of an evaluation, unless something else is being measured."""
         settled = engine.auto is None or engine.auto.choice.phase is Choosing.CHOSEN
-        compiled = engine.compilation is None or engine.compilation.phase in (Compiling.EAGER, Compiling.COMPILED)
+        compiled = engine.compilation is None or engine.compilation.phase in (Stage.EAGER, Stage.COMPILED)
         if not self.chosen and settled and compiled:
             self._seconds.append(seconds)
 

@@ -78,7 +78,7 @@ _found: dict[Request, Reply] = {}
 def known(request: Request) -> Reply | None:
     """Return the reply to an equal request, if there was one and its libraries are still there."""
     reply = _found.get(request)
-    artifacts = [found for found in reply.found if isinstance(found, Artifact)] if reply is not None else []
+    artifacts = [found for found in reply.found.values() if isinstance(found, Artifact)] if reply is not None else []
     return reply if all(os.path.exists(artifact.path) for artifact in artifacts) else None
 
 

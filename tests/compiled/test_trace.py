@@ -200,11 +200,6 @@ def test_one_graph_serves_the_numbers_of_samples_for_which_the_code_is_the_same(
     assert {samples: found.serves(samples) for samples in serves} == serves
 
 
-def test_draws_are_seen() -> None:
-    assert trace_of(net(nn.Dropout(0.5)), plain).draws
-    assert not trace_of(net(nn.Dropout(0.5)).eval(), plain).draws
-
-
 def test_equal_computations_have_equal_digests() -> None:
     """Whatever made them; a Python number, a mode, and a literal are part of what is computed."""
 

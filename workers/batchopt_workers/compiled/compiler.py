@@ -53,7 +53,7 @@ def carry_out(request: Request) -> Reply:
     began = time.perf_counter()
     torch.set_num_threads(request.threads)
     request.settings.apply()
-    found = tuple(_compiled(request, piece) for piece in request.pieces)
+    found = {piece.form: _compiled(request, piece) for piece in request.pieces}
     return Reply(found, time.perf_counter() - began)
 
 
@@ -74,7 +74,7 @@ def _compiled(request: Request, piece: PackedPiece) -> Artifact | str:
             _compile(graph, path, request.threads)
         except Exception as error:  # of inductor, and of the C++ compiler
             return f"it cannot be compiled: {_told(error)}"
-    return Artifact(key, path, piece.form, fewest, most, graph.inputs, graph.used, graph.written, graph.draws)
+    return Artifact(key, path, piece.form, fewest, most, graph.inputs, graph.used, graph.written)
 
 
 def _told(error: Exception) -> str:

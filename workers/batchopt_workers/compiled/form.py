@@ -84,7 +84,7 @@ def _structure(data: Any) -> Iterator[object]:
 class Artifact(NamedTuple):
     """A compiled evaluation of pieces of one form with `fewest` to `most` samples: the library `path`, which takes
     `inputs` and returns the loss, then a gradient for each of the parameters `used`, and the new statistics `written`.
-    `draws`: it draws random numbers. Equal `key`s compute equal bits on one machine."""
+    Equal `key`s compute equal bits on one machine."""
 
     key: str
     path: str
@@ -94,7 +94,6 @@ class Artifact(NamedTuple):
     inputs: tuple[tuple[str, int], ...]
     used: tuple[int, ...]
     written: tuple[int, ...]
-    draws: bool
 
 
 class PackedPiece(NamedTuple):
@@ -120,7 +119,7 @@ class Request(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """For each piece an artifact, or why there is none; and the seconds that it took."""
+    """For each form of pieces an artifact, or why there is none; and the seconds that it took."""
 
-    found: tuple[Artifact | str, ...]
+    found: dict[PieceForm, Artifact | str]
     seconds: float

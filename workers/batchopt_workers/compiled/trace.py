@@ -39,7 +39,6 @@ class Traced(NamedTuple):
     inputs: tuple[tuple[str, int], ...]
     used: tuple[int, ...]
     written: tuple[int, ...]
-    draws: bool
     serves: Callable[[int], bool]
     is_general: bool
 
@@ -124,7 +123,7 @@ def trace(
     for example in graph.graph.find_nodes(op="get_attr"):
         if type(getattr(graph, example.target)) is not torch.Tensor:
             raise Untraceable("it uses a tensor that is no part of the program")
-    draws = _check_operations(graph)
+    _check_operations(graph)
     written = _return_statistics(graph, [(kind, i) for kind, i, _ in given])
     graph.graph.eliminate_dead_code()
     inputs = []
@@ -138,7 +137,7 @@ def trace(
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and (value.is_complex() or value.layout is not torch.strided):
             raise Untraceable(f"{node.target} makes a tensor that is complex or sparse")
-    return Traced(graph, tuple(inputs), tuple(used), written, draws, *_guard(fakes.symbols))
+    return Traced(graph, tuple(inputs), tuple(used), written, *_guard(fakes.symbols))
 
 
 def _batch_norm(input: Any, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, *how: float) -> Any:
@@ -157,18 +156,13 @@ DECOMPOSED: dict[Any, Callable[..., Any]] = {
 }
 
 
-def _check_operations(graph: torch.fx.GraphModule) -> bool:
-    """Replace what cannot be compiled; tell whether random numbers are drawn. Raise `Untraceable` for draws of a
-    generator."""
-    draws = False
+def _check_operations(graph: torch.fx.GraphModule) -> None:
+    """Replace what cannot be compiled. Raise `Untraceable` for draws of a generator."""
     for node in graph.graph.nodes:
         if node.target is aten._efficientzerotensor.default:  # which has no memory
             node.target = aten.zeros.default
         if any(isinstance(value, torch.Generator) for value in (*node.args, *node.kwargs.values())):
             raise Untraceable("it draws from a torch.Generator of its own")
-        if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
-            draws = True
-    return draws
 
 
 def _return_statistics(graph: torch.fx.GraphModule, given: Sequence[tuple[str, int]]) -> tuple[int, ...]:
