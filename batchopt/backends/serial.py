@@ -91,6 +91,7 @@ class SerialBackend(Backend):
 
     @property
     def version(self) -> object:
+        self._follow()  # eager evaluations see a change of the module itself at once
         return self._version
 
     def _watch(self) -> None:

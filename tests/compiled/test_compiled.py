@@ -154,6 +154,19 @@ def test_what_the_user_changes_is_seen(change: str, parallelize: int) -> None:
 
 
 @pytest.mark.slow
+def test_in_this_process_a_change_is_seen_at_once() -> None:
+    """As eager evaluations of the user's own module see it: without another load."""
+    loss, module = Scaled(), net(nn.Dropout(0.0))
+    with make(module, loss_fn=loss) as opt:
+        opt.load(X, Y)
+        for _ in range(4):
+            opt.evaluate()
+        loss.factor = 3.0
+        assert_is_plain(opt, loss)
+        assert is_compiled(opt)
+
+
+@pytest.mark.slow
 def test_batches_of_other_sizes_need_no_other_library() -> None:
     with make(net(), parallelize=2) as opt:
         for samples in (20, 13, 7):
