@@ -68,6 +68,7 @@ class Culprit(Enum):
     )
     CUT = "the loss of the whole batch is not the mean of its samples' losses: pass `denominators`, or reduction='sum'"
     COMPILED = "compiled evaluations find something else: tracing does not see all of the loss; leave `compile` out"
+    RECORDED = "recorded evaluations find something else than eager ones: pass graph=False"
     PARALLEL = "workers compute something else than this process: look for what they have not (files, globals, precode)"
 
 
@@ -192,7 +193,7 @@ class Examination:
             program = replace(program, prehook=None, posthook=None)
         function = self._function
         serial: dict[str, Any] = dict.fromkeys(("speeds", "devices", "precode", "compress"))
-        serial |= dict.fromkeys(("check_cut", "automatic", "sizes_chunks", "compile"), False)
+        serial |= dict.fromkeys(("check_cut", "automatic", "sizes_chunks", "compile", "graph"), False)
         serial |= {"backend": "serial", "parallelize": 1, "options": {}, "verbose": 0}
         settings = replace(function.settings, **serial, terms=function.reader.terms).having(program)
         counters = Counters(steps=function.history.counters.steps - 1)  # so its first step has the same draws
@@ -249,12 +250,22 @@ class Examination:
         workers.evaluate_by(())
         eager = _value(function, self._evaluate)
         workers.evaluate_by(artifacts)
-        with function.under(compiles=True):
-            found = _value(function, self._evaluate)
+        found = _value(function, self._evaluate)
         difference = _difference(found, eager)
         passed = difference <= torch.finfo(function.parameters.dtype).eps ** 0.5
         numbers = f"difference {difference:.1e}, {function.compilation}"
         return Check("compiled evaluations are the eager ones", passed, numbers)
+
+    def recorded(self) -> Check | None:
+        """Compare a recorded evaluation with an eager one; None where none are recorded."""
+        if not self._function.settings.graph or self._function.workers.infos[0].graph is None:
+            return None
+        with self._loaded(graph=True) as twin:
+            *_, found = [_value(twin) for _ in range(3)]
+            status = twin.workers.infos[0].graph
+        difference = _difference(found, self.value())
+        passed = difference <= torch.finfo(self._dtype).eps ** 0.5
+        return Check("recorded evaluations are the eager ones", passed, f"difference {difference:.1e}, {status}")
 
     def slope(self, hooks: bool = True) -> Check:
         """Compare central differences along the gradient with the length of the gradient. The precision of f is unknown
@@ -349,6 +360,9 @@ def _examine(function: Engine, examination: Examination) -> Diagnosis:
     compiled = examination.compiled()
     if compiled is not None and failed(compiled):
         return found(Culprit.COMPILED)
+    recorded = examination.recorded()
+    if recorded is not None and failed(recorded):
+        return found(Culprit.RECORDED)
     return found(Culprit.NONE)
 
 

@@ -81,6 +81,7 @@ _NOT_FINITE = (
     "on_nonfinite='return' for line searches that step back)"
 )
 _ADVICE = {
+    "OutOfMemoryError": " (chunk_size='auto' finds chunks that fit into the memory of the device; or give a number)",
     **dict.fromkeys(("LinAlgError", "NotPSDError", "NanError"), _NOT_FINITE),
     "ModuleNotFoundError": " (install it where the workers run, or send the module: by value, with "
     "cloudpickle.register_pickle_by_value(module), or on Ray with ray.init(runtime_env={'py_modules': [module]}))",

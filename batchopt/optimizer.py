@@ -96,11 +96,12 @@ class BatchOptimizer(Evaluations):
         threads_per_worker: intra-op threads of each worker. Default: its part of the usable cores, at least 1; in this
             process torch's setting. With `chunk_size` it is 1 in this process too, since the number of threads changes
             the bits.
-        devices: the device of each worker, such as `["cuda:0", "cuda:1", "cpu"]`, two or more; this determines
-            `parallelize`. The module, the batch and X stay in this machine's memory; a worker keeps module and shard on
-            its device, and X is transferred with each order: once per evaluation, and for chunks taken over from
-            another worker. Unequal devices are balanced by their measured speed, and their results agree to rounding
-            only. Default: all workers on the cores of this machine.
+        devices: the device of each worker, such as `["cuda:0", "cuda:1", "cpu"]`; this determines `parallelize`. The
+            module, the batch and X stay in this machine's memory; a worker keeps module and shard on its device, and X
+            is transferred with each order: once per evaluation, and for chunks taken over from another worker. Unequal
+            devices are balanced by their measured speed, and their results agree to rounding only. A module that is on
+            a device is evaluated there, by this process; its own device as the only one means the same. Default: all
+            workers on the cores of this machine.
         timeout: seconds that a worker may make no progress (complete no chunk, or stay in one function of
             `run_on_workers`) before it is replaced. Default: 20 times the expected time of a chunk by its measured
             speed, but at least 30 s, and 600 s before anything was measured; functions may take any time. The startup
@@ -118,6 +119,9 @@ class BatchOptimizer(Evaluations):
             the faster way is kept; True: the first one waits for it, and what cannot be compiled is a
             `CompileError`. Compiled evaluations differ from others by rounding, and are compared with them now and
             then. Needs a C++ compiler.
+        graph: on a CUDA device, record an evaluation that repeats as a graph, which the device then does again without
+            Python. The bits are those of eager evaluations, with which graphs are compared now and then; what cannot be
+            recorded is evaluated eagerly, and `workers` say why. Default: True.
         check_cut: warn if the loss depends on how the batch is cut, as for tokens without padding and without
             `denominators`. The first time that a batch is cut, one worker evaluates 8 samples of each term, from
             everywhere in the batch, in a single forward and in two parts; losses of `torch.nn` are not checked.
@@ -174,12 +178,14 @@ class BatchOptimizer(Evaluations):
         verbose: int = 0,
         check_cut: bool = True,
         compile: bool | Literal["auto"] = False,
+        graph: bool = True,
         ray_options: Mapping[str, Any] | None = None,
         compress: str | Mapping[str, Any] | None = None,
     ) -> None:
         settings = Settings.read(locals())
         check_choice(optimizer, [parameter for _, parameter in trainable(module)])
         subject = FlatModule(module)
+        settings = settings.at(subject.x.device)
         anticipate(subject, settings)  # meanwhile torch's optimizers are imported, which takes a second
         self.optimizer = choose_optimizer(optimizer, subject.parameters)
         if settings.compress is not None:

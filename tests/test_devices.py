@@ -17,7 +17,8 @@ from torch import nn
 
 from batchopt import BatchOptimizer, Sample, Worker, WorkerError
 from batchopt_workers.data.memory import SharedBlock
-from batchopt_workers.process.device import Mirror, pin
+from batchopt_workers.data.placing import Placing
+from batchopt_workers.process.device import pin
 from tests.building import on
 from tests.workloads import Pairs, Workload, burgers, cnn, logistic, mlp, rnn
 
@@ -28,7 +29,10 @@ DEVICES = pytest.mark.parametrize(
         pytest.param(
             ["cuda:0", "cpu"],
             id="cuda",
-            marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device"),
+            marks=[
+                pytest.mark.cuda,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device"),
+            ],
         ),
     ],
 )
@@ -139,7 +143,7 @@ def test_a_stand_in_gives_the_same_bits_and_stays_as_it_is() -> None:
 
 def pieces_kept(worker: Worker) -> int:
     """How many pieces of the batch this worker keeps on its device."""
-    return sum(len(o._pieces) for o in gc.get_objects() if isinstance(o, Mirror))
+    return sum(len(o._pieces) for o in gc.get_objects() if isinstance(o, Placing))
 
 
 @pytest.mark.usefixtures("nobody_late")

@@ -108,7 +108,7 @@ _OPTIONAL: dict[str, Reader] = {
     **{"max_restarts": functools.partial(read_count, least=0)},
 }
 _NEEDED: dict[str, Reader] = {
-    **dict.fromkeys(("cache", "check_cut", "shuffle", "drop_last"), read_bool),
+    **dict.fromkeys(("cache", "check_cut", "shuffle", "drop_last", "graph"), read_bool),
     **{"seed": functools.partial(read_count, least=0), "verbose": _one_of(0, 1, 2, 3)},
     **{"compile": _read_compile, "on_nonfinite": _one_of("raise", "return"), "nonfinite_errors": _read_classes},
 }
@@ -120,7 +120,7 @@ def read(name: str, value: Any) -> Any:
 
 
 def read_devices(devices: Any, parallelize: Any) -> tuple[torch.device, ...] | None:
-    """Return the device of each worker, two or more; None: this machine's cores. `parallelize` is 1, or their number.
+    """Return the device of each worker; None: this machine's cores. `parallelize` is 1, or their number.
 
     Raise `TypeError` or `ValueError` for anything else, and for an accelerator that does not exist.
     """
@@ -130,10 +130,8 @@ def read_devices(devices: Any, parallelize: Any) -> tuple[torch.device, ...] | N
         raise TypeError(f"`devices` must be a sequence, one device a worker, got {type(devices).__name__} {devices!r}")
     if parallelize not in (1, len(devices)):
         raise ValueError(f"`devices` has {len(devices)} entries for {parallelize} workers: leave `parallelize` out")
-    if len(devices) < 2:
-        raise ValueError(
-            "`devices` needs two or more entries; for a single device use parallelize=1 and move the module there"
-        )
+    if not devices:
+        raise ValueError("`devices` is empty: name the device of each worker, as ['cuda:0', 'cuda:1']")
     try:
         found = tuple(torch.device(device) for device in devices)
     except (RuntimeError, TypeError) as error:

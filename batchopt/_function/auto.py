@@ -68,19 +68,19 @@ class Auto:
                 self.choice.begin()
         self._seconds, self._is_fresh = self._seconds + seconds, True
 
-    def took(self, seconds: float) -> bool:
-        """Count the time of an evaluation; tell whether that has decided."""
+    def took(self, engine: Engine, seconds: float) -> None:
+        """Count the time of an evaluation, which may decide."""
         choice, seconds = self.choice, seconds + self._seconds
         self._seconds, self._is_fresh = 0.0, False
         if self._others or choice.configuration != self._present:  # it could not change yet
-            return False
+            return
         before = choice.phase
         choice.took(seconds)
-        return choice.phase is Phase.CHOSEN is not before
+        self._report(engine, before)
 
     # ---- changing the configuration
 
-    def reconsider(self, engine: Engine) -> None:
+    def before(self, engine: Engine) -> None:
         """Do what the choice asks for next, if the loaded batch allows it."""
         choice, step, before = self.choice, engine.step, self.choice.phase
         if before is Phase.CHOSEN and choice.configuration == self._present:
@@ -94,6 +94,11 @@ class Auto:
         following = choice.next(self._present, movable, choice.pays and self._can_start(engine))
         if following is not None:
             self._change(engine, following, step)
+        self._report(engine, before)
+
+    def _report(self, engine: Engine, before: Phase) -> None:
+        """Say what was chosen, if that was decided since."""
+        choice = self.choice
         if choice.phase is Phase.CHOSEN is not before:
             engine.observers.reporter.chosen(choice.configuration, choice.reason)
 

@@ -27,10 +27,10 @@ from batchopt._program.compiler import Compiler, check, directory, known, obstac
 from batchopt._program.program import PickledProgram
 from batchopt.errors import BatchoptError, CompileError, WorkerError
 from batchopt_workers.compiled.form import Artifact, PackedPiece, PieceForm, Reply, Request, form_of, in_rows, packed
-from batchopt_workers.compiled.run import CompiledDiffers
 from batchopt_workers.data.batch import Batch, Piece
 from batchopt_workers.data.packing import pack
 from batchopt_workers.map.seeding import draws_kept
+from batchopt_workers.map.shortcuts import Differs
 from batchopt_workers.process.failures import names_of
 from batchopt_workers.process.messages import Cut
 from batchopt_workers.process.torch_settings import TorchSettings, module_hooks
@@ -47,11 +47,28 @@ FORMS = 8
 
 
 # The class of the exception in a worker where a compiled evaluation differs from an eager one.
-DIFFERS = names_of((CompiledDiffers,))
+DIFFERS = names_of((Differs,))
 
 
 class Abandoned(BatchoptError):
-    """A step was begun with compiled evaluations that found something else than eager ones; it is to be made anew."""
+    """A step was begun with evaluations by a shortcut that found something else than eager ones; it is to be made
+    anew."""
+
+
+def abandon(engine: Engine, error: WorkerError) -> None:
+    """Evaluate eagerly from now on, because a shortcut has found something else. Raises `Abandoned` in a step in which
+    evaluations before went by it."""
+    if engine.compilation is not None:
+        engine.compilation.stop(engine, error)
+    what = "recorded" if engine.compilation is None else "compiled"
+    warn(
+        f"a {what} evaluation found something else than an eager one ({error.message}): evaluations are eager from "
+        "here, and the step is made anew; does the loss depend on something that the module, the criterion and the "
+        "batch do not hold?"
+    )
+    attempt, now = engine.attempt, engine.history.counters.evaluations
+    if attempt is not None and now > attempt.history.counters.evaluations:
+        raise Abandoned(f"a {what} evaluation found something else than an eager one") from error
 
 
 class Stage(Enum):
@@ -149,21 +166,12 @@ class Compilation:
                 self.phase = Stage.COMPILED
                 engine.observers.reporter.note("%s", self)
 
-    def abandon(self, engine: Engine, error: WorkerError) -> None:
-        """Evaluate eagerly from now on, because a compiled evaluation has found something else. Raises `Abandoned` in a
-        step in which evaluations before were compiled."""
+    def stop(self, engine: Engine, error: WorkerError) -> None:
+        """Evaluate eagerly from now on, because a compiled evaluation has found something else."""
         self.insists = False
         self._stay_eager(engine, f"compiled evaluations found something else: {error.message}")
         if self._target is not None:
             self._libraries[self._target.without_forms] = dict.fromkeys(self._target.forms, self.reason)
-        warn(
-            f"a compiled evaluation found something else than an eager one ({error.message}): evaluations are eager "
-            "from here, and the step is made anew; does the loss depend on something that the module, the criterion "
-            "and the batch do not hold?"
-        )
-        attempt, now = engine.attempt, engine.history.counters.evaluations
-        if attempt is not None and now > attempt.history.counters.evaluations:
-            raise Abandoned("a compiled evaluation found something else than an eager one") from error
 
     def close(self) -> None:
         """End the process that compiles."""

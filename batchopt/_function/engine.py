@@ -24,7 +24,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -34,19 +33,21 @@ from batchopt._data.batches import BatchSpecs
 from batchopt._function.attempt import Attempt
 from batchopt._function.auto import Auto
 from batchopt._function.checks import cut_differences, locate_nonfinite, refuse_frequencies
-from batchopt._function.compilation import DIFFERS, Compilation
+from batchopt._function.compilation import DIFFERS, Compilation, abandon
+from batchopt._function.fitting import sizes_of
 from batchopt._function.observer import Evaluated, Trial
 from batchopt._function.observers import Observers
+from batchopt._function.orders import answers_to
+from batchopt._function.policy import Policy, Recordings
 from batchopt._function.prepared import PreparedBatch, with_denominators
 from batchopt._function.reader import BatchReader
 from batchopt._function.settings import Settings
-from batchopt._function.sizes import Sizes
 from batchopt._function.step import Counters, History, Rows, Rules, Step
 from batchopt._function.workers import Workers
 from batchopt._machine.ownership import Owner, exclusive, sole, undisturbed
 from batchopt._mapreduce.answers import Answer, common_form, forms_of
 from batchopt._mapreduce.compression import DoesNotFit
-from batchopt._mapreduce.plan import Plan, choose_chunk_size, make_plan, plan_of
+from batchopt._mapreduce.plan import Plan, choose_chunk_size, make_plan
 from batchopt._mapreduce.reduce import Answers, reduce_answers, weighed
 from batchopt._mapreduce.speeds import Speeds
 from batchopt._program.flat_module import FlatModule, Gradient
@@ -84,7 +85,10 @@ class Engine:
         self.attempt: Attempt | None = None  # the outermost of those that are going on
         self.auto = Auto(subject, settings) if settings.automatic else None
         self.compilation = Compilation(settings.compile is True) if settings.compile else None
-        self.sizes = Sizes() if settings.sizes_chunks and not settings.deterministic else None
+        self.sizes = sizes_of(settings, subject.x.device)
+        recordings = None if subject.x.is_cpu else Recordings()
+        decide = self.auto, self.sizes, self.compilation, recordings
+        self.policies: list[Policy] = [policy for policy in decide if policy is not None]
 
     # ---- state
 
@@ -177,7 +181,7 @@ class Engine:
             counters, *others = self.history
             number = counters.steps + 1
             self.history = History(counters.begun(number), *others)
-            given = self.settings.chunk_size if self.sizes is None else self.sizes.present
+            given = self.settings.chunk_size if self.sizes is None else self.sizes.size_for(batch.size)
             chunk_size = choose_chunk_size(batch.size, given, self.settings.deterministic)
             plan = workers.plan(batch.size, chunk_size)
             chunks = plan.cut.chunks
@@ -188,7 +192,7 @@ class Engine:
             # samples that move to another worker are read again; with fixed chunks those are few
             moves = movable and (chunk_size is not None or not batch.is_kept)
             self.step = Step(number, batch, weights, chunk_size, plan, moves, rows)
-        if self.auto is not None and self.rules.chooses:
+        if self.auto is not None and self.rules.adapts:
             self.auto.loaded(batch.size, time.perf_counter() - began)
         if self.rules.checks_cut and len(plan.cut.bounds) > 2:
             self._check_cut(plan.cut)
@@ -217,10 +221,9 @@ class Engine:
         reduce: Callable[[Sequence[Answer]], torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Return f at X (0-dim, float64) and set df/dX, by `map` and `reduce` or what overrides them."""
-        if self.auto is not None and self.rules.chooses:
-            self.auto.reconsider(self)
-        if self.sizes is not None and self.rules.chooses:
-            self.sizes.before(self)
+        if self.policies and self.rules.adapts:
+            for policy in self.policies:
+                policy.before(self)
         owner, began = self._owner, time.perf_counter()
         outer = owner.doing
         try:
@@ -230,8 +233,6 @@ class Engine:
             if self.observers.trials is not None:
                 self.observers.trials.begins()
             try:
-                if self.compilation is not None and self.rules.compiles:
-                    self.compilation.before(self)
                 answers: Sequence[Answer]
                 # Only where nothing else looks at the answers may the gradient be written to its place at once.
                 into = self.subject.renew_gradient() if map is None and reduce is None else None
@@ -263,12 +264,9 @@ class Engine:
             observers.evaluated(Evaluated(number, batch, loss, terms, answers, bounds, began, mapped, ended))
         if observers.trials is not None:
             observers.trials.evaluated(loss, terms)
-        if self.sizes is not None and self.rules.chooses:
-            self.sizes.took(self, time.perf_counter() - began)
-        if self.compilation is not None and self.rules.compiles:
-            self.compilation.took(self, time.perf_counter() - began)
-        if self.auto is not None and self.rules.chooses and self.auto.took(time.perf_counter() - began):
-            self.observers.reporter.chosen(self.auto.choice.configuration, self.auto.choice.reason)
+        if self.policies and self.rules.adapts:
+            for policy in self.policies:
+                policy.took(self, time.perf_counter() - began)
 
     @undisturbed
     def map(self) -> Sequence[Answer]:
@@ -294,9 +292,12 @@ class Engine:
                     answers = workers.evaluate(step, self.observers.busy, into)
                 break
             except WorkerError as error:
-                if self.compilation is None or error.kinds[:1] != DIFFERS:
+                if error.kinds[:1] == DIFFERS:
+                    abandon(self, error)  # and now without it
+                elif self.sizes is None or not self.sizes.shrinks(self, error, plan.cut):
                     raise
-                self.compilation.abandon(self, error)  # and now without it
+                step = self.loaded()
+                plan = step.plan
         pattern = answers.pattern
         if pattern.drew:
             self._keep_chunks(plan)
@@ -315,7 +316,7 @@ class Engine:
         """Let the step's chunks not move any more, as numbers were drawn: other chunks would draw others."""
         step = self.step
         if self.sizes is not None:
-            self.sizes.keep()
+            self.sizes.keep(self.loaded())
         if step is not None and plan is step.plan and step.movable and step.chunk_size is None:
             self.step = step._replace(movable=False)
 
@@ -496,10 +497,7 @@ class Engine:
             try:
                 if workers.backend.begin_task(task, batch if task.aside else None, follow=now):
                     self.forget()
-                plan = self._plan_of_task(task, batch, cut)
-                order = plan.order(workers.number(), self.history.counters.steps, kind)
-                evaluate = partial(workers.backend.evaluate, plan.cut, order, plan.runs, self.observers.busy)
-                answers = evaluate() if task.writes else workers.learning(evaluate)
+                plan, answers = answers_to(self, task, batch, kind, cut)
                 if answers.pattern.drew:
                     self._keep_chunks(plan)
                 workers.learn_from_task(answers)
@@ -512,16 +510,6 @@ class Engine:
 
     # The same for callers from outside: `work_on` may be called while something works here.
     carry_out = exclusive(work_on)
-
-    def _plan_of_task(self, task: Task, batch: Batch, cut: Cut | None) -> Plan:
-        """Return the step's plan for all terms of its batch, so that draws match its evaluations; else a new plan."""
-        if not task.aside and len(self.loaded().batch.parts) == len(batch.parts):
-            return self.loaded().plan
-        speeds = self.workers.speeds_of_tasks
-        if cut is not None:
-            return plan_of(cut, speeds)
-        chunk_size = choose_chunk_size(batch.size, self.settings.chunk_size, self.settings.deterministic)
-        return make_plan(batch.size, chunk_size, speeds)
 
     # ---- workers
 

@@ -28,7 +28,7 @@ from batchopt_workers.worker import Hook, Precode
 # The arguments that are read one by one.
 _READ = (
     "chunk_size threads_per_worker timeout max_restarts seed on_nonfinite nonfinite_errors verbose cache check_cut "
-    "compile"
+    "compile graph"
 )
 
 
@@ -66,6 +66,7 @@ class Settings:
     verbose: int
     check_cut: bool
     compile: bool | str
+    graph: bool
     compress: Compression | None
     automatic: bool = False
     sizes_chunks: bool = False
@@ -106,6 +107,14 @@ class Settings:
             threads = 1
         return replace(settings, options=options, threads_per_worker=threads, speeds=speeds, automatic=automatic)
 
+    def at(self, device: torch.device) -> Settings:
+        """Return these settings for a module on that device: on a card it is evaluated by this process, which its own
+        device as the only one of `devices` asks for, too."""
+        if device.type == "cpu":
+            return self
+        is_its_own = self.devices is not None and [_indexed(one) for one in self.devices] == [_indexed(device)]
+        return replace(self, devices=None if is_its_own else self.devices, automatic=False)
+
     @property
     def loss_fns(self) -> tuple[LossFunction | None, ...]:
         """The loss function of each term; without terms, `loss_fn` or None alone."""
@@ -136,7 +145,7 @@ class Settings:
     @property
     def backend_class(self) -> type[Backend]:
         """The class of the backend that will evaluate."""
-        return effective_backend(self.backend, self.parallelize)
+        return effective_backend(self.backend, self.parallelize if self.devices is None else None)
 
     @property
     def kinds_as_infinite(self) -> frozenset[str]:
@@ -152,6 +161,10 @@ class Settings:
     def fixed_bits(self) -> bool:
         """Tell whether the bits of the result must not depend on which worker evaluates what."""
         return self.chunk_size is not None or self.deterministic
+
+
+def _indexed(device: torch.device) -> torch.device:
+    return torch.device(device.type, device.index or 0)
 
 
 def _is_automatic(found: Mapping[str, Any], devices: Any, workers: int | None) -> bool:

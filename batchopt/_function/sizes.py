@@ -17,6 +17,9 @@ from batchopt_workers.tasks.inspection import normalises_by_chunk
 
 if TYPE_CHECKING:
     from batchopt._function.engine import Engine
+    from batchopt._function.step import Step
+    from batchopt.errors import WorkerError
+    from batchopt_workers.process.messages import Cut
 
 # Pieces of a worker's share, in the order in which they are tried.
 PIECES = (1, 4, 16)
@@ -35,6 +38,10 @@ class Sizes:
         self._seconds: list[float] = []  # of evaluations with the present size
         self._best: tuple[float, int | None] = math.inf, None  # seconds, and the size
         self._tried = 0
+
+    def size_for(self, samples: int) -> int | None:
+        """Return the size of chunks for so many samples, None for a worker's share."""
+        return self.present
 
     def before(self, engine: Engine) -> None:
         """Try the next size, if the present one was timed and the loaded batch allows it."""
@@ -63,9 +70,13 @@ class Sizes:
         if not self.chosen and settled and compiled:
             self._seconds.append(seconds)
 
-    def keep(self) -> None:
+    def keep(self, step: Step) -> None:
         """Keep the present size, since other chunks would be another function: they draw other random numbers."""
         self.chosen = True
+
+    def shrinks(self, engine: Engine, error: WorkerError, cut: Cut) -> bool:
+        """After an error, tell whether chunks are smaller now: never, since their size is a matter of speed here."""
+        return False
 
     def _depends_on_the_cut(self, engine: Engine, size: int) -> bool:
         if self.present is not None:  # it was looked at before

@@ -91,16 +91,14 @@ class History(NamedTuple):
 class Rules(NamedTuple):
     """The way in which the present evaluations are made. `on_nonfinite`: as given by the user, or "keep": f may be NaN.
     `checks_cut`: the first batch that is cut is compared with its parts. `apart`: evaluations belong to no step, and
-    change nothing in the module. `chooses`: `parallelize="auto"` may change the number of workers; `compiles`:
-    what is evaluated may be compiled."""
+    change nothing in the module. `adapts`: policies may change how evaluations are made."""
 
     on_nonfinite: str
     compresses: bool
     checks_cut: bool
     apart: bool = False
-    chooses: bool = True
-    compiles: bool = True
+    adapts: bool = True
 
 
 # The rules of an examination: it leaves no trace in what is chosen, compared or left of gradients.
-EXAMINED = {"checks_cut": False, "compresses": False, "chooses": False, "compiles": False}
+EXAMINED = {"checks_cut": False, "compresses": False, "adapts": False}

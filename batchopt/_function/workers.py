@@ -49,6 +49,7 @@ def program_of(subject: FlatModule, settings: Settings) -> Program:
         settings.posthook,
         module_hooks(),
         subject.buffers.state,
+        settings.graph,
     )
 
 

@@ -75,14 +75,23 @@ class Reduction:
         self._arrays: list[Numbers] = []  # the gradients for NumPy
         self._additions, self._spare = _additions(self._merges)
 
-    def whole(self, losses: Sequence[Sequence[float]], gradient: torch.Tensor, written: bool = False) -> Whole:
+    def whole(
+        self,
+        losses: Sequence[Sequence[float]],
+        gradient: torch.Tensor,
+        written: bool = False,
+        finite: bool | None = None,
+    ) -> Whole:
         """Sum the current vectors, and these losses of each partial, in the order of the answers; write df/dX to
-        `gradient` (shape `(n,)`), unless it is there (`written`). May overwrite the workers' memory. Raise
-        `LookupError` if a chunk is missing."""
+        `gradient` (shape `(n,)`), unless it is there (`written`); `finite`: whether it is, if that is known. May
+        overwrite the workers' memory. Raise `LookupError` if a chunk is missing."""
         root = self._fold.root if self._root < 0 else self._root
         with torch.inference_mode():  # some of the workers' memory may have been mapped in inference mode
             total = tuple(self._add_losses(losses)[root] if self._merges else losses[root])
-            finite = all_finite(gradient) if written else self._add_gradients(root, gradient)
+            if not written:
+                finite = self._add_gradients(root, gradient)
+            elif finite is None:
+                finite = all_finite(gradient)
         for loss in total:
             finite = finite and math.isfinite(loss)
         return Whole(total, self.partials[root].changes, self._used[root], finite)
@@ -204,7 +213,7 @@ class Pattern:
 class Answers(Sequence[Answer]):
     """The answers of an evaluation, in rank order, with the `times` (start and seconds) of each worker. Of one that
     repeats the `pattern`, only these and the `losses` of each partial differ. `written`: the gradient is where it is to
-    be."""
+    be, and `finite`, if that is known."""
 
     def __init__(
         self,
@@ -212,8 +221,9 @@ class Answers(Sequence[Answer]):
         losses: Sequence[Sequence[float]] | None = None,
         times: Sequence[tuple[float, float]] = (),
         written: bool = False,
+        finite: bool | None = None,
     ) -> None:
-        self.pattern, self.losses, self._written = pattern, losses, written
+        self.pattern, self.losses, self._written = pattern, losses, (written, finite)
         self.times = pattern.times if losses is None else times
 
     @cached_property
@@ -245,7 +255,7 @@ class Answers(Sequence[Answer]):
         """Return the sum of all partials, and write df/dX to `gradient`: see `Reduction.whole`."""
         reduction = self.pattern.reduction
         losses = [partial.losses for partial in reduction.partials] if self.losses is None else self.losses
-        return reduction.whole(losses, gradient, self._written)
+        return reduction.whole(losses, gradient, *self._written)
 
 
 def reduce_answers(answers: Sequence[Answer], chunks: int, gradient: torch.Tensor) -> Whole:

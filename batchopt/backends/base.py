@@ -30,7 +30,8 @@ T = TypeVar("T")
 class WorkerInfo:
     """One worker as the parent sees it. `speed` is in samples per second (None until measured; relative if the user
     fixed it), `samples` and `busy_seconds` count all it evaluated, `restarts` how often its process was replaced;
-    `alive` is False while no process can work as it, and `lost` True once none will any more."""
+    `alive` is False while no process can work as it, and `lost` True once none will any more. `graph`: on a card, in
+    this process, what was recorded there, or why evaluations are eager."""
 
     rank: int
     pid: int
@@ -42,6 +43,7 @@ class WorkerInfo:
     restarts: int = 0
     alive: bool = True
     lost: bool = False
+    graph: str | None = None
 
     def __repr__(self) -> str:
         speed = "speed unknown" if self.speed is None else f"{self.speed:.4g} samples/s"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from batchopt.backends.base import Backend, Meanwhile, Mode, Prepared, Run, Setu
 from batchopt.errors import WorkerError
 from batchopt_workers.data.batch import Batch
 from batchopt_workers.data.packing import pack
+from batchopt_workers.data.placing import Placing
 from batchopt_workers.map.chunk import LoadedBatch
 from batchopt_workers.map.evaluate import Evaluator
 from batchopt_workers.map.seeding import Undrawn, draws_kept
@@ -57,6 +59,8 @@ class SerialBackend(Backend):
         self._worker.module, self._worker.criterion = setup.program.module, setup.program.criterion
         self._snapshot = snapshot_of(setup.program, hooks=False)
         self._evaluator = Evaluator(setup.program, self._worker, setup.parameters, setup.buffers)
+        # what brings a batch of the CPU to a module on a card
+        self._placing = self._evaluator.walk.place = None if device.type == "cpu" else Placing(device)
         self._watch()
         self._version = object()
         self._output, self._mode = MemoryOutput(), setup.mode
@@ -69,6 +73,8 @@ class SerialBackend(Backend):
 
     @property
     def workers(self) -> list[WorkerInfo]:
+        if self._evaluator.graphs is not None:
+            self._info.graph = str(self._evaluator.graphs)
         return [self._info]
 
     # ---- the program, the batch, the task
@@ -105,7 +111,7 @@ class SerialBackend(Backend):
         """Take over changes of the module: other tensors to watch, other numbers that report its state."""
         self._watch()
         self._evaluator.look_again()
-        self._evaluator.compile((), ())
+        self._evaluator.record_again()
         self._version = object()
         if self._rows.changes != self._setup.buffers.size:
             self._rows, self._over = self._make_rows(len(self._rows)), None
@@ -128,6 +134,8 @@ class SerialBackend(Backend):
         if loaded is None or not loaded.follow(prepared.batch):
             loaded = LoadedBatch(prepared.batch)
         evaluator.loaded, evaluator.loss.weights = loaded, weights
+        if self._placing is not None:
+            self._placing.forget()
         self._follow()
 
     def begin_task(self, task: Task, batch: Batch | None, follow: bool) -> bool:
@@ -136,10 +144,14 @@ class SerialBackend(Backend):
             batch = batch.realigned()
         self._evaluator.tasks.begin(task, batch)
         self._output = self._evaluator.tasks.output = MemoryOutput()
+        if self._placing is not None:
+            self._placing.keeps = False
         return changed
 
     def end_task(self) -> None:
         self._evaluator.tasks.end()
+        if self._placing is not None:
+            self._placing.keeps = True
 
     def collected(self, columns: Sequence[Column], samples: int) -> list[torch.Tensor]:
         found, self._output.tensors = self._output.tensors, []  # the caller's alone
@@ -165,6 +177,8 @@ class SerialBackend(Backend):
         else:
             if evaluator.cut is not cut:
                 evaluator.cut = cut
+                if self._placing is not None:
+                    self._placing.forget()
             if self._mode.outputs:
                 self._output = evaluator.outputs = MemoryOutput()
             if last_one is not None and into is not None and last - first == 1:
@@ -223,7 +237,7 @@ class SerialBackend(Backend):
             losses = []
             for _, partial in partials:
                 losses.append(partial.losses)
-            return Answers(before[1], losses, [(done.began, done.seconds)], written is not None)
+            return Answers(before[1], losses, [(done.began, done.seconds)], written is not None, done.finite)
         if written is not None:
             self._rows[0].gradient.copy_(written.vector)
         pattern = Pattern([answer_of(0, self._evaluator, cut, order, found, self._rows)], cut.chunks)
@@ -265,7 +279,8 @@ def carry_out(evaluator: Evaluator, order: Order, rows: Rows | None, rank: int) 
     """Carry out an order as the worker of that rank. Raises `WorkerError` if the user's code raises, and
     `StateWritten`."""
     try:
-        return [*evaluator.evaluate(order, rows)]
+        found = [*evaluator.evaluate(order, rows)]
+        return found if rows is None or rows[0].gradient.is_cpu else _settled(found, rows)
     except StateWritten:
         raise
     except Exception as error:
@@ -275,6 +290,14 @@ def carry_out(evaluator: Evaluator, order: Order, rows: Rows | None, rank: int) 
         terms = loaded.batch.numbering.within(samples)
         name, message, kinds = type(error).__name__, message_of(error), kinds_of(error)
         raise WorkerError(rank, name, message, samples, terms=terms, kinds=kinds) from error
+
+
+def _settled(found: list[ChunkDone], rows: Rows) -> list[ChunkDone]:
+    """Wait for a card to have done it, and say when it had."""
+    last = found[-1]
+    finite = last.sums.settle(rows)
+    found[-1] = last._replace(seconds=time.perf_counter() - last.began, finite=finite)
+    return found
 
 
 def answer_of(

@@ -77,6 +77,19 @@ def dot(one: torch.Tensor, other: torch.Tensor) -> float:
     return _dot(one / first, other / second) * first * second
 
 
+def dots(*pairs: tuple[torch.Tensor, torch.Tensor]) -> list[float]:
+    """Return the dot product of each pair of vectors of one dtype (shapes `(n,)`). A card is waited for each time that
+    something is read, so from there they are read all at once."""
+    if pairs[0][0].is_cpu:
+        return [dot(one, other) for one, other in pairs]
+    least, most = _range(pairs[0][0].dtype)
+    found = torch.stack([torch.dot(one, other) for one, other in pairs]).tolist()
+    return [
+        value if least < abs(value) < most else dot(one, other)
+        for value, (one, other) in zip(found, pairs, strict=True)
+    ]
+
+
 def _dot(one: torch.Tensor, other: torch.Tensor) -> float:
     if not one.is_cpu or one.numel() <= BLOCK:
         return torch.dot(one, other).item()

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from batchopt.optim.algebra import add, dot, scaled
+from batchopt.optim.algebra import add, dot, dots, scaled
 from batchopt.optim.descent import Descent
 from batchopt.optim.line import Point
 from batchopt.optim.minimizer import Callback
@@ -23,8 +23,9 @@ class _Products:
     of the step."""
 
     def __init__(self, g: torch.Tensor, h: torch.Tensor, d: torch.Tensor, y: torch.Tensor) -> None:
-        self.gg, self.hh, self.dd, self.yy = dot(g, g), dot(h, h), dot(d, d), dot(y, y)
-        self.hy, self.dy, self.dh, self.dg = dot(h, y), dot(d, y), dot(d, h), dot(d, g)
+        self.gg, self.hh, self.dd, self.yy, self.hy, self.dy, self.dh, self.dg = dots(
+            (g, g), (h, h), (d, d), (y, y), (h, y), (d, y), (d, h), (d, g)
+        )
 
 
 def _fletcher_reeves(p: _Products) -> float:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from batchopt.optim.algebra import add, combination, copy, dot, norm, products, scaled
+from batchopt.optim.algebra import add, combination, copy, dots, products, scaled
 
 Doubles = npt.NDArray[np.float64]
 
@@ -97,8 +97,8 @@ class Curvature:
         stay unchanged until H multiplies it, or another pair is added."""
         self._known, self._pair = self._completed(), None
         add(after, before, -1.0, out=self._y)
-        sy, yy = dot(s, self._y), dot(self._y, self._y)
-        if not (LEAST * abs(dot(s, before)) < sy < math.inf and 0 < yy < math.inf):
+        sy, yy, sg, gg = dots((s, self._y), (self._y, self._y), (s, before), (after, after))
+        if not (LEAST * abs(sg) < sy < math.inf and 0 < yy < math.inf):
             return False
         slot = (self._known.first + self._known.pairs) % self.most
         if self._known.pairs == self.most:
@@ -106,7 +106,7 @@ class Curvature:
         self._keep(slot)
         copy(s, self._rows[2 * slot])
         copy(self._y, self._rows[2 * slot + 1])
-        chained = before is self._seen and math.sqrt(yy) > self._enough * norm(after)
+        chained = before is self._seen and yy > self._enough**2 * gg
         self._pair = _Pair(slot, sy, yy, after if chained else None)
         return True
 

@@ -7,7 +7,7 @@ from abc import abstractmethod
 
 import torch
 
-from batchopt.optim.algebra import add, dot, largest, norm
+from batchopt.optim.algebra import add, dot, dots, largest, norm
 from batchopt.optim.line import Line, Point
 from batchopt.optim.linesearch import C2, TrialPoint, armijo, discrepancy, fixed, strong_wolfe
 from batchopt.optim.minimizer import Minimizer, Search, limit
@@ -97,8 +97,10 @@ class Descent(Minimizer):
         """Return the curvature of f along the last step divided by that of the model: y's / s'Bs, where s is t times
         the direction, and the slope along the direction is minus its curvature in the model."""
         change = self._change
-        t = dot(change, change) / dot(change, self._direction)
-        return (dot(change, after.gradient) - dot(change, before.gradient)) / (-slope * t**2)
+        ss, along, end, begin = dots(
+            (change, change), (change, self._direction), (change, after.gradient), (change, before.gradient)
+        )
+        return (end - begin) / (-slope * (ss / along) ** 2)
 
     def _search(self, run: Search, line: Line, start: TrialPoint) -> TrialPoint | None:
         group, kind = self._group, self._line_search

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from batchopt.optim.algebra import add, dot, multiply, update, update_and_multiply
+from batchopt.optim.algebra import add, dot, dots, multiply, update, update_and_multiply
 from batchopt.optim.curvature import LEAST
 from batchopt.optim.descent import Descent
 from batchopt.optim.line import Point
@@ -105,18 +105,19 @@ class SSBroyden(Descent):
 
     def _learn(self, before: Point, after: Point, change: torch.Tensor) -> None:
         y = add(after.gradient, before.gradient, -1.0, out=self._vector.empty())
-        sy, yy = dot(change, y), dot(y, y)
-        along = dot(change, self._direction)
-        if not (sy > LEAST * abs(dot(change, before.gradient)) and 0 < yy < math.inf and along > 0):
+        sy, yy, along, sg, ss = dots(
+            (change, y), (y, y), (change, self._direction), (change, before.gradient), (change, change)
+        )
+        if not (sy > LEAST * abs(sg) and 0 < yy < math.inf and along > 0):
             return
         memory = self._memory
         if "inverse" in memory:
             # the change is `length` times the direction, which is minus the matrix times the gradient
-            length = dot(change, change) / along
-            curvature = -length * dot(change, before.gradient) / self._shrunk(length)
+            length = ss / along
+            curvature = -length * sg / self._shrunk(length)
         else:
             memory["inverse"], memory["pace"] = torch.eye(len(y), dtype=y.dtype, device=y.device) * (sy / yy), 1.0
-            curvature = dot(change, change) * yy / sy
+            curvature = ss * yy / sy
         with_y = multiply(memory["inverse"], y, out=self._vector.empty())
         weights = _weights(len(y), sy, curvature, dot(y, with_y))
         if weights is not None:

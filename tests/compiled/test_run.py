@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from batchopt_workers.compiled.run import Comparison, CompiledDiffers
+from batchopt_workers.map.shortcuts import Comparison, Differs
 
 D = torch.float64
 
@@ -27,21 +27,21 @@ def test_of_residuals_that_cancel_rounding_is_that_of_their_terms() -> None:
     comparison.gradients([tensor(1.0)], [tensor(1.0)])
     comparison.losses(tensor(2e-28), tensor(1e-28))
     comparison.gradients([tensor(2e-14)], [tensor(1e-14)])
-    with pytest.raises(CompiledDiffers, match="the loss differs by 1e-12 of 1e-12"):
+    with pytest.raises(Differs, match="the loss differs by 1e-12 of 1e-12"):
         comparison.losses(tensor(2e-12), tensor(1e-12))
-    with pytest.raises(CompiledDiffers, match="a gradient differs"):
+    with pytest.raises(Differs, match="a gradient differs"):
         comparison.gradients([tensor(2e-8)], [tensor(1e-8)])
 
 
 def test_nothing_else_passes() -> None:
     comparison = Comparison()
-    with pytest.raises(CompiledDiffers, match="the loss differs"):
+    with pytest.raises(Differs, match="the loss differs"):
         comparison.losses(tensor(1.001), tensor(1.0))
-    with pytest.raises(CompiledDiffers, match="other parameters"):
+    with pytest.raises(Differs, match="other parameters"):
         comparison.gradients([None], [tensor(1.0)])
-    with pytest.raises(CompiledDiffers, match="the loss differs by nan"):
+    with pytest.raises(Differs, match="the loss differs by nan"):
         comparison.losses(tensor(float("nan")), tensor(1.0))
-    with pytest.raises(CompiledDiffers, match="a gradient differs by nan"):
+    with pytest.raises(Differs, match="a gradient differs by nan"):
         comparison.gradients([tensor(float("nan"))], [tensor(1.0)])
 
 

@@ -70,16 +70,24 @@ class LoadedBatch:
         self.is_of_columns = batch.is_of_columns
         self._chunks: tuple[Cut, dict[int, Chunk]] = self.cut, {}
         self._collation: tuple[Cut | None, Collation] = None, Collation()
+        self._lies_on: tuple[torch.device, bool] | None = None
 
     def follow(self, batch: Batch) -> bool:
         """Switch to this batch if it differs in the elements of its tensors only; return whether it does."""
         ours, plain = self.batch.plain, batch.plain
         if ours is None or plain is None or not (plain.form is ours.form or plain.form == ours.form):
             return False
-        self.batch = batch
+        self.batch, self._lies_on = batch, None
         for chunk in self._chunks[1].values():
             chunk.watch.rebind(batch)
         return True
+
+    def lies_on(self, device: torch.device) -> bool:
+        """Tell whether all tensors are there, as far as that is known before samples are read."""
+        if self._lies_on is None or self._lies_on[0] != device:
+            here = self.is_of_columns and all(tensor.device == device for tensor in self.batch.tensors())
+            self._lies_on = device, here
+        return self._lies_on[1]
 
     @property
     def collation(self) -> Collation:
@@ -107,7 +115,8 @@ class Walk:
     """Seeds the random state for a chunk, cuts it out, and ensures that nothing is written that another chunk reads.
 
     `current` is the range of samples, numbered through all terms, of the running or last forward, and `chunk` their
-    chunk. `has_hooks`: hooks run. `place` moves a piece to the module's device, if that is another one.
+    chunk. `has_hooks`: hooks run. `place` brings a piece to the module's device, if it may be elsewhere; `is_mirror`:
+    the module's tensors are copies there, too.
 
     When samples are evaluated in this process for the first time, everything that the user's code may write is compared
     with what it was; so also when a chunk moves here from another worker. What hooks may write: see `side_effects`.
@@ -117,11 +126,11 @@ class Walk:
         self.worker, self.state, self.draws = worker, state, Draws(seed)
         self.effects = SideEffectWatch(worker, state, parameters)
         self.place: Callable[[Piece], Piece] | None = None
+        self.is_mirror = False
         self.current = range(0)
         self.chunk = -1
         self.has_hooks = False
         self.looked: set[tuple[int, int, bool, bool]] = set()  # samples, with hooks or collation, that were compared
-        self.restores = worker.device.type == "cuda"  # also after a chunk that has not failed
 
     def pieces(self, loaded: LoadedBatch, step: int, number: int) -> Iterator[Piece]:
         """Yield the pieces of chunk `number`; after the last one was evaluated, check what they have written.
@@ -141,13 +150,13 @@ class Walk:
         if looks:
             if reads_batch:
                 watch.look(mapped=effects.protected)
-            if self.place is None:
+            if not self.is_mirror:
                 self.state.constants.compare()
         elif self.has_hooks:
             effects.note()
         if torch._C._is_any_autocast_enabled():
             torch.clear_autocast_cache()  # X may have changed under the casts of its parameters
-        if chunk.recipes is None or self.place is not None:
+        if chunk.recipes is None or (self.place is not None and not loaded.lies_on(self.worker.device)):
             yield from self._cut_out(loaded, chunk.samples)
         else:
             for recipe in chunk.recipes:
@@ -190,8 +199,6 @@ class Walk:
             if failed:
                 loaded.collation.forget()
                 self.state.constants.put_back()
-            elif self.restores:  # the work must be finished before it is reported
-                torch.cuda.synchronize(self.worker.device)
         finally:
             if self.effects.undo:
                 self.effects.put_back()

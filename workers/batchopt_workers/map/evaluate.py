@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 
@@ -10,6 +11,8 @@ from batchopt_workers.compiled.form import Artifact
 from batchopt_workers.compiled.run import CompiledPieces, Sources
 from batchopt_workers.data.batch import Batch, Piece
 from batchopt_workers.data.layout import Layout
+from batchopt_workers.graphs.graphs import Graphs
+from batchopt_workers.graphs.recording import RECORDINGS
 from batchopt_workers.map.chunk import LoadedBatch, Walk
 from batchopt_workers.map.gradient import GradientWork, PieceLoss
 from batchopt_workers.map.module_state import ModuleState
@@ -43,10 +46,12 @@ class Evaluator:
         self.loss = PieceLoss(program, worker, self.walk)
         self.tasks = TaskRunner(self.walk, program.module, parameters)
         self._gradient = GradientWork(self.loss, self.walk, parameters, state)
+        self._module, self._parameters, self._state, self._program = program.module, parameters, state, program
+        self.graphs: Graphs | None = None  # of what is evaluated on a card
+        self.record_again()
         self._loaded: LoadedBatch | None = None
         self._cut = Cut((0,))
         self._sums = self._cut, Sums(-1, 0)
-        self._module, self._parameters, self._state = program.module, parameters, state
         self._jacobians: dict[int, Jacobian] = {}  # by term
 
     @property
@@ -95,7 +100,20 @@ class Evaluator:
         """Evaluate pieces by these artifacts where they serve; `tensors`: those of the program, in the order in which
         it was packed. Without artifacts, evaluate all eagerly."""
         sources = Sources(self._parameters, self._state.tensors, tensors)
-        self._gradient.compiled = CompiledPieces(artifacts, sources) if artifacts else None
+        self._gradient.shortcuts = CompiledPieces(artifacts, sources) if artifacts else self.graphs
+
+    def record_again(self) -> None:
+        """Drop what was recorded on a card, and why something was not."""
+        program, device = self._program, self.worker.device
+        recording = RECORDINGS.get(device.type) if program.graphs else None
+        self.graphs = None
+        if recording is not None:
+            roots = {"module": program.module, "criterion": program.criterion, "loss_fns": program.loss_fns}
+            state = self._state
+            self.graphs = Graphs(
+                roots, program.module, self._parameters, lambda: state.tensors, partial(recording, device)
+            )
+        self._gradient.shortcuts = self.graphs
 
     @property
     def current(self) -> range:
@@ -116,8 +134,8 @@ class Evaluator:
             if not loaded.is_of_columns:
                 loaded.collation.settle()
         self._gradient.rows = rows
-        if self._gradient.compiled is not None:
-            self._gradient.compiled.begin(order.evaluation)
+        if self._gradient.shortcuts is not None:
+            self._gradient.shortcuts.begin(order.evaluation)
         self.walk.state.constants.begin()
         return run(self.walk, self._gradient, loaded, order, sums)
 
@@ -149,12 +167,13 @@ class Evaluator:
         loaded = self.loaded if is_cut_so else LoadedBatch(batch or self.loaded.batch, cut, keeps=False)
         work = GradientWork(self.loss, self.walk, self._parameters, self._state, hooks=False)
         if gradient:
-            work.compiled = self._gradient.compiled
+            work.shortcuts = None if self.graphs is not None else self._gradient.shortcuts
             layout = Layout.of((("", parameter) for parameter in self._parameters), self._parameters[0].dtype)
             count = most_held(0, cut.chunks, cut.chunks)
             work.rows = Rows(layout, self._state.size, count, device=self.worker.device)
         sums = Sums(-1, cut.chunks)
         for _ in run(self.walk, work, loaded, Order(-1, step + later, 0, cut.chunks), sums):
             pass
+        sums.settle(None)
         whole = sums.root
         return whole.losses, torch.empty(0) if work.rows is None else work.rows[whole.row].gradient

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 
-from batchopt_workers.compiled.run import CompiledPieces
 from batchopt_workers.data.batch import Piece
 from batchopt_workers.map.chunk import LoadedBatch, Walk
 from batchopt_workers.map.module_state import ModuleState
 from batchopt_workers.map.objective import Objective
 from batchopt_workers.map.program import Program
+from batchopt_workers.map.shortcuts import Shortcuts
 from batchopt_workers.map.sums import PartialSum, Rows, collect, collecting, is_large
 from batchopt_workers.map.work import ChunkResult
 from batchopt_workers.process import faults
@@ -80,7 +79,8 @@ class GradientWork:
     ) -> None:
         self.rows: Rows | None = None
         self.outputs: Output | None = None
-        self.compiled: CompiledPieces | None = None  # by which pieces are evaluated, where hooks and outputs allow it
+        self.shortcuts: Shortcuts | None = None  # by which pieces are evaluated, where hooks and outputs allow it
+        self._defers = parameters[0].device.type != "cpu"  # reading a loss: a card goes on meanwhile
         self._loss, self._walk, self._parameters, self._state = loss, walk, parameters, state
         self._hooks, self._collects_early = hooks, is_large(parameters)
         self._looked: tuple[int, bool] | None = None  # the step, and `hooked`, for which `drew` was found out
@@ -97,10 +97,10 @@ class GradientWork:
         loss, outputs, parameters, hooked = self._loss, self.outputs, self._parameters, self._loss.hooked
         row, draws = None if self.rows is None else self.rows[number], self._walk.draws
         prehook, posthook = (loss.prehook, loss.posthook if self._hooks else None) if hooked else (None, None)
-        compiles = row is not None and outputs is None and prehook is posthook is None
-        compiled = self.compiled if compiles else None
+        is_alone = row is not None and outputs is None and prehook is posthook is None
+        shortcuts = self.shortcuts if is_alone else None
         looks = draws.looks = draws.seeds and self._looked != (step, hooked)
-        losses, used = [0.0] * len(loss.weights), bytearray(len(parameters))
+        losses, used = list[Any]([0.0] * len(loss.weights)), bytearray(len(parameters))
         returned, made = list[Any](), list[Any]()
         for piece in pieces:
             term, sample = piece.term, piece if prehook is posthook is None else loss.sample(piece, piece.term)
@@ -108,8 +108,8 @@ class GradientWork:
                 parameter.grad = None
             weight = piece.weight * loss.weights[term]
             output, value = None, None
-            if compiled is not None and weight != 0.0:
-                value = compiled.evaluate(piece, partial(self._eagerly, piece))
+            if shortcuts is not None and weight != 0.0:
+                value = shortcuts.evaluate(piece, self._eagerly)
             if value is None:
                 output, value = loss.forward(piece, sample, term, outputs is not None)
                 if row is not None and weight != 0.0:  # otherwise nothing counts, and a mean over nothing is NaN
@@ -118,11 +118,11 @@ class GradientWork:
                             value.backward()  # type: ignore[no-untyped-call]
                     else:
                         value.backward()  # type: ignore[no-untyped-call]
-            found = value.item()
+            found = value.detach().to(torch.float64, copy=True) if self._defers else value.item()
             if piece.weight != 0.0:
                 losses[term] += found * piece.weight
             if posthook is not None:
-                returned.append(loss.after(posthook, sample, output, found))
+                returned.append(loss.after(posthook, sample, output, float(found)))
             if row is not None:
                 torch._C._set_grad_enabled(False)
                 collect(enumerate(parameters), row, weight, used, chunk)

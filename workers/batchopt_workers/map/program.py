@@ -19,6 +19,7 @@ class Program:
 
     Hooks belong to it, because they may share objects with the module and the losses. `module_hooks` are those of all
     modules of a process; `state` names the tensors of the module, in addition to small buffers, that a forward writes.
+    `graphs`: on a card, evaluations that repeat are recorded.
     """
 
     module: torch.nn.Module
@@ -29,3 +30,4 @@ class Program:
     posthook: Hook | None = None
     module_hooks: Mapping[str, Any] = field(default_factory=dict)
     state: frozenset[str] = frozenset()
+    graphs: bool = True

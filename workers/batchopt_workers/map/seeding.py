@@ -6,6 +6,7 @@ import ctypes
 import hashlib
 import random
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -120,7 +121,7 @@ class Undrawn:
 
     def __init__(self) -> None:
         numpy: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
-        self.is_known = _is_known and type(numpy) is np.random.MT19937 and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        self.is_known = _is_known and type(numpy) is np.random.MT19937
         if self.is_known and (second := _second_of_pair(numpy)) is not None:  # which no state of a generator shows
             np.random.set_state({**np.random.get_state(legacy=False), "has_gauss": 1, "gauss": second})
             self.is_known = False
@@ -131,10 +132,23 @@ class Undrawn:
         """Return whether something was drawn, after restoring the states."""
         if generator_states() == self._states:
             return False
-        numpy, python, torchs = self._states
+        numpy, python, *torchs = self._states
         _State.from_address(self._address).raw, _python.raw = numpy, python
-        torch.default_generator.set_state(torch.frombuffer(bytearray(torchs), dtype=torch.uint8))
+        set_torch_states([torch.frombuffer(bytearray(state), dtype=torch.uint8) for state in torchs])
         return True
+
+
+def torch_states() -> list[torch.Tensor]:
+    """Return the states of torch's generators: the CPU's, then one for each card."""
+    return [torch.default_generator.get_state(), *_cuda_states()]
+
+
+def set_torch_states(states: Sequence[torch.Tensor]) -> None:
+    """Set what `torch_states` has returned."""
+    cpu, *cards = states
+    torch.default_generator.set_state(cpu)
+    if cards:
+        torch.cuda.set_rng_state_all(cards)
 
 
 def _cuda_states() -> list[torch.Tensor]:
@@ -147,7 +161,7 @@ class draws_kept:
 
     def __enter__(self) -> None:
         self._torch, self._numpy, self._python = torch.get_rng_state(), NumpyDraws(), random.getstate()
-        self._cuda = _cuda_states()
+        self._cards = _cuda_states()
         try:
             self._numpy.put_aside()
         except BaseException:
@@ -158,8 +172,8 @@ class draws_kept:
         torch.set_rng_state(self._torch)
         self._numpy.put_back()
         random.setstate(self._python)
-        if self._cuda:
-            torch.cuda.set_rng_state_all(self._cuda)
+        if self._cards:
+            torch.cuda.set_rng_state_all(self._cards)
 
 
 _is_known = struct.unpack("<625I", _python.raw) == (random.getstate()[1][-1], *random.getstate()[1][:-1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -89,10 +90,11 @@ def rows_nbytes(layout: Layout, changes: int, count: int, terms: int = 0) -> int
 
 
 class PartialSum(NamedTuple):
-    """A merged run of chunks: the row with its vectors, the loss of each term, and which parameters had a gradient."""
+    """A merged run of chunks: the row with its vectors, the loss of each term, and which parameters had a gradient.
+    Losses on a card are tensors until they are read (`Sums.settle`): it goes on meanwhile."""
 
     row: int
-    losses: tuple[float, ...]
+    losses: tuple[Any, ...]
     used: bytes
 
 
@@ -165,6 +167,22 @@ class Sums:
         """The sum of all chunks. Raises `LookupError` while some are missing."""
         return self._fold.root
 
+    def settle(self, rows: Rows | None) -> bool | None:
+        """Read the losses of the partials held, all in one transfer, for which all work before is waited for. Return
+        whether these and the vectors in `rows` are finite; None if it is not known."""
+        held = self._fold.held
+        losses = [loss for partial in held.values() for loss in partial.losses]
+        waiting = [loss for loss in losses if isinstance(loss, torch.Tensor)]
+        if not waiting:
+            return None
+        sums = [] if rows is None else [rows[partial.row].gradient.sum().double() for partial in held.values()]
+        numbers = torch.stack([*waiting, *sums]).tolist()
+        found = iter(numbers)
+        for node, partial in held.items():
+            settled = tuple([next(found) if isinstance(loss, torch.Tensor) else loss for loss in partial.losses])
+            held[node] = partial._replace(losses=settled)
+        return all(map(math.isfinite, numbers)) or None  # a sum may overflow where no element does
+
     def add(self, chunk: int, partial: PartialSum, rows: Rows | None) -> None:
         """Add the partial of a chunk; without `rows` if there are no vectors to be summed."""
         self._merge.rows, self._merge.young = rows, partial.row
@@ -208,6 +226,9 @@ def collect(
     A first gradient overwrites the row: cheaper than zeroing the row and accumulating there.
     """
     views = row.views
+    if not row.gradient.is_cpu:
+        _collect_at_once(parameters, row, weight, used, chunk)
+        return
     for i, parameter in parameters:
         gradient = parameter.grad
         if gradient is None:
@@ -229,9 +250,34 @@ def collect(
         used[i] = 1
 
 
+def _collect_at_once(
+    parameters: Iterable[tuple[int, torch.Tensor]], row: Row, weight: float, used: bytearray, chunk: int
+) -> None:
+    """`collect` on a card, to which a kernel for each parameter would be more than the work."""
+    first: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+    more: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+    for i, parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if faults.hook is not None:
+            faults.point("worker.collect", chunk)
+        parameter.grad = None
+        views, gradients = more if used[i] else first
+        views.append(row.views[i])
+        gradients.append(gradient.to_dense() if gradient.is_sparse else gradient)
+        used[i] = 1
+    if first[0]:
+        torch._foreach_copy_(*first)
+        if weight != 1.0:
+            torch._foreach_mul_(first[0], weight)
+    if more[0]:
+        torch._foreach_add_(*more, alpha=weight)
+
+
 def is_large(parameters: Sequence[torch.Tensor]) -> bool:
     """Tell whether `collecting` is worthwhile."""
-    return sum(parameter.numel() for parameter in parameters) >= LARGE
+    return parameters[0].is_cpu and sum(parameter.numel() for parameter in parameters) >= LARGE
 
 
 @contextmanager

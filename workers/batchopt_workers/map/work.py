@@ -36,6 +36,7 @@ class ChunkDone(NamedTuple):
     drew: bool
     results: Sequence[Any] | None
     form: Form | None
+    finite: bool | None = None  # whether the sums are, if that is known
 
     @property
     def says_nothing(self) -> bool:
@@ -80,7 +81,7 @@ def run(walk: Walk, work: Work, loaded: LoadedBatch, order: Order, sums: Sums) -
             failed = False
         finally:
             torch._C._set_grad_enabled(mode)
-            if failed or walk.effects.undo or walk.restores or walk.state.statistics:
+            if failed or walk.effects.undo or walk.state.statistics:
                 walk.restore(loaded, failed)
         if faults.hook is not None:
             faults.point("worker.merge", chunk)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
 import torch
 
-from batchopt_workers.data.batch import Piece
 from batchopt_workers.data.layout import Layout
 from batchopt_workers.data.memory import SharedBlock
-from batchopt_workers.data.structures import map_tensors
+from batchopt_workers.data.placing import Placing
 from batchopt_workers.map.evaluate import Evaluator
 from batchopt_workers.map.sums import Rows
 from batchopt_workers.map.work import ChunkDone
@@ -48,20 +46,6 @@ def _succeeds(device: torch.device, name: str, *arguments: int) -> bool:
     return False
 
 
-def _leaf(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor as a new leaf of the autograd graph."""
-    return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
-def _map_piece(function: Callable[[torch.Tensor], torch.Tensor], piece: Piece) -> Piece:
-    return dataclasses.replace(
-        piece,
-        inputs=map_tensors(function, piece.inputs),
-        targets=map_tensors(function, piece.targets),
-        attributes=map_tensors(function, piece.attributes),
-    )
-
-
 class Mirror:
     """The copies that a worker keeps on its `device`: X, as `parameters`; the module's constants; gradients; the
     pieces of the batch that it has evaluated.
@@ -75,12 +59,11 @@ class Mirror:
         self._vector = torch.empty(layout.size, dtype=layout.dtype, device=device)
         self.parameters = [torch.nn.Parameter(view) for view in layout.views(self._vector)]
         self.evaluator: Evaluator | None = None  # on these copies
+        self.placing = Placing(device)
         self._constants: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._originals: Mapping[int, torch.Tensor] = {}
         self._rows: Rows | None = None
-        self._pieces: dict[tuple[int, int, int], Piece] = {}
         self._delivered: dict[int, object] = {}  # evaluation and node in each shared row
-        self._is_task = False  # whether the order is one of a task
 
     def adopt(self, owners: Iterable[object], originals: Mapping[int, torch.Tensor]) -> None:
         """Replace the frozen parameters and buffers of those `owners` that are modules by copies on the device, and
@@ -110,7 +93,7 @@ class Mirror:
         with torch.no_grad():
             for shared, copy in self._constants.values():
                 copy.copy_(shared)
-        self.forget_pieces()
+        self.placing.forget()
 
     def make_rows(self, count: int, changes: int) -> None:
         """Ensure at least `count` rows to sum in, each with `changes` numbers for the changes of buffers."""
@@ -119,22 +102,6 @@ class Mirror:
         else:
             self._rows.grow(max(0, count - len(self._rows)), None)
 
-    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().to(self._device, copy=True).requires_grad_(tensor.requires_grad)
-
-    def forget_pieces(self) -> None:
-        """Forget the pieces, because the batch or its cut was changed."""
-        self._pieces = {}
-
-    def place(self, piece: Piece) -> Piece:
-        """Return the piece on the device; it is cached for the next evaluation if it is kept and is not a task's."""
-        if self._is_task or not piece.kept:
-            return _map_piece(self._moved, piece)
-        key = piece.term, piece.indices.start, piece.indices.stop
-        if key not in self._pieces:
-            self._pieces[key] = _map_piece(self._moved, piece)
-        return _map_piece(_leaf, self._pieces[key])
-
     def evaluate(self, order: Order, shared: Rows | None) -> Iterator[ChunkDone]:
         """Evaluate like `Evaluator.evaluate`; the reported sums are in the `shared` rows."""
         evaluator = self.evaluator
@@ -142,14 +109,15 @@ class Mirror:
         with torch.no_grad():
             self._vector.copy_(self._shared)
         if order.kind in TASKS:
-            self._is_task = True
+            self.placing.keeps = False
             try:
                 yield from evaluator.evaluate(order, None)
             finally:
-                self._is_task = False
+                self.placing.keeps = True
             return
         assert self._rows is not None and shared is not None
         for done in evaluator.evaluate(order, self._rows):
+            done.sums.settle(None)
             for node, partial in done.sums.partials:
                 what, row = (order.evaluation, node), partial.row
                 if self._delivered.get(row) != what:

@@ -234,7 +234,8 @@ class Session:
             if not examine:
                 evaluator.walk.looked = before.walk.looked
         if mirror is not None:
-            mirror.evaluator, evaluator.walk.place = evaluator, mirror.place
+            mirror.evaluator, evaluator.walk.place = evaluator, mirror.placing
+            evaluator.walk.is_mirror = True
 
     def compile(self, artifacts: Sequence[Artifact]) -> None:
         """Evaluate by these artifacts."""
@@ -248,7 +249,7 @@ class Session:
         """Take the batch whose tensors are in block `name`, for orders that begin a step on it."""
         self._loaded[name] = LoadedBatch(unpack(data, placements, self._blocks.private(name)))
         if self.vectors.mirror is not None:
-            self.vectors.mirror.forget_pieces()
+            self.vectors.mirror.placing.forget()
 
     def _begin(self, start: Start) -> None:
         """Begin a step on a batch, or take the module's state at the start of the step from the parent again."""
@@ -321,7 +322,7 @@ class Session:
         """Set the cut of the batch."""
         self.evaluator.cut = cut
         if self.vectors.mirror is not None:
-            self.vectors.mirror.forget_pieces()
+            self.vectors.mirror.placing.forget()
 
     def add_rows(self, first: int, count: int, terms: int) -> None:
         """Also sum in the `count` rows of block "rows", which replace all rows after the `first` ones."""

@@ -1,0 +1,345 @@
+"""A module on a card: all that is done with one on the CPU, with the same results, and nothing waits without need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from batchopt import CG, LBFGS, BatchOptimizer, LevenbergMarquardt, SSBroyden, Term, WorkerError
+from batchopt._function.settings import Settings
+from tests import card
+from tests.workloads import Pairs
+
+# the kernels of the simulated card give the CPU's no memory for their results
+pytestmark = pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+
+CPU = torch.device("cpu")
+
+
+def residual(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Of u_x + u u_y = y: derivatives of derivatives are taken."""
+    x = x.requires_grad_()
+    u = module(x)
+    (slope,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+    found: torch.Tensor = slope[:, :1] + u * slope[:, 1:] - y
+    return found
+
+
+def square(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = residual(module, x, y).square().mean()
+    return found
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.rand(40, k, dtype=torch.float64, generator=generator) for k in (2, 1))  # type: ignore[return-value]
+
+
+def there(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    x, y = data()
+    return x.to(device), y.to(device)
+
+
+def short(optimizer: str) -> Any:
+    """The optimizer of that name, with few iterations in a step."""
+    ours = {"cg": CG, "lbfgs": LBFGS, "ssbroyden": SSBroyden, "lm": LevenbergMarquardt}
+    kind: Any = ours.get(optimizer)
+    return optimizer if kind is None else lambda params: kind(params, max_iter=8)
+
+
+def net(device: torch.device) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1)).double().to(device)
+
+
+def made(device: torch.device, **options: Any) -> BatchOptimizer:
+    if "residual" not in options:
+        options["loss_fn"] = square
+    return BatchOptimizer(net(device), **{"optimizer": None, **options})
+
+
+def both(do: Callable[[BatchOptimizer, torch.Tensor, torch.Tensor], Any], device: torch.device, **options: Any) -> None:
+    """The same is found on the CPU and on the card."""
+    found = []
+    for there in (CPU, device):
+        with made(there, **options) as opt:
+            x, y = (tensor.to(there) for tensor in data())
+            opt.load(x, y)
+            results = do(opt, x, y)
+            found.append([torch.as_tensor(result, dtype=torch.float64).cpu() for result in results])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 7])
+def test_f_and_its_gradient(device: torch.device, chunk_size: int | None) -> None:
+    both(lambda opt, x, y: [opt.evaluate(), opt.grad_parameters], device, chunk_size=chunk_size)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "cg", "lbfgs", "ssbroyden", "lm"])
+def test_steps(device: torch.device, optimizer: str) -> None:
+    options: dict[str, Any] = {"residual": residual} if optimizer == "lm" else {}
+    both(lambda opt, x, y: [opt.step(x, y) for _ in range(3)], device, optimizer=short(optimizer), **options)
+
+
+def torchs(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(params, max_iter=10, line_search_fn="strong_wolfe")
+
+
+def test_steps_of_torchs_lbfgs(device: torch.device) -> None:
+    both(lambda opt, x, y: [opt.step(x, y)], device, optimizer=torchs)
+
+
+def ones(opt: BatchOptimizer, *shape: int) -> torch.Tensor:
+    return torch.ones_like(opt.parameters).repeat(*shape, 1).squeeze(0)
+
+
+@pytest.mark.parametrize(
+    "do",
+    [
+        pytest.param(lambda opt, x, y: [opt.hvp(ones(opt, 1))], id="hvp"),
+        pytest.param(lambda opt, x, y: [opt.hvp(ones(opt, 3).T)], id="hvp of columns"),
+        pytest.param(lambda opt, x, y: [opt.predict(x)], id="predict"),
+        pytest.param(lambda opt, x, y: [opt.predict(x.cpu())], id="predict of a batch on the CPU"),
+        pytest.param(lambda opt, x, y: [opt.collect(lambda m, x, y: m(x) * y)], id="collect"),
+        pytest.param(lambda opt, x, y: [opt.total(lambda m, x, y: (m(x) * y).sum())], id="total"),
+        pytest.param(
+            lambda opt, x, y: opt.evaluate_many(torch.stack([opt.parameters.detach(), 2 * opt.parameters.detach()])),
+            id="evaluate_many",
+        ),
+    ],
+)
+def test_products_and_tasks(device: torch.device, do: Any) -> None:
+    both(do, device)
+
+
+@pytest.mark.parametrize("name", ["residuals", "normal", "gram"])
+def test_least_squares(device: torch.device, name: str) -> None:
+    def do(opt: BatchOptimizer, *_: Any) -> list[torch.Tensor]:
+        found = getattr(opt, name)()
+        return [part for part in found if isinstance(part, torch.Tensor)] if isinstance(found, tuple) else [found]
+
+    both(do, device, residual=residual)
+
+
+def test_check_compares_what_is_recorded(recorded: list[Any], device: torch.device) -> None:
+    with made(device, optimizer="lbfgs") as opt:
+        found = str(opt.check(*there(device)))
+        assert "recorded evaluations are the eager ones" in found
+        assert "1 recorded" in found
+    with made(device, optimizer="lbfgs", graph=False) as opt:
+        assert "recorded" not in str(opt.check(*data()))
+
+
+def test_what_is_recorded_is_logged(
+    recorded: list[Any], device: torch.device, caplog: pytest.LogCaptureFixture
+) -> None:
+    with made(device, verbose=2) as opt:
+        opt.load(*data())
+        for _ in range(3):
+            opt.evaluate()
+    assert f"on {device}: 1 recorded" in caplog.text
+
+
+def test_check_and_a_checkpoint(device: torch.device, tmp_path: Any) -> None:
+    def do(opt: BatchOptimizer, x: torch.Tensor, y: torch.Tensor) -> list[float]:
+        opt.step(x, y)
+        opt.save(tmp_path / "there.pt")
+        one = opt.step(x, y)
+        opt.load_checkpoint(tmp_path / "there.pt")
+        assert opt.step(x, y) == one
+        assert opt.check(x, y).healthy
+        return [one]
+
+    both(do, device, optimizer="lbfgs")
+
+
+# ---- a batch that is elsewhere
+
+
+def items(x: torch.Tensor, y: torch.Tensor) -> Pairs:
+    return Pairs(x, y)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 7])
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param(lambda x, y, there: (x, y), id="tensors"),
+        pytest.param(lambda x, y, there: (x, y.to(there)), id="targets there"),
+        pytest.param(lambda x, y, there: (Pairs(x, y), None), id="dataset"),
+        pytest.param(lambda x, y, there: ([*x[:, None]], [*y[:, None]]), id="list"),
+    ],
+)
+def test_a_batch_of_the_cpu_is_brought_to_the_module(device: torch.device, chunk_size: int | None, form: Any) -> None:
+    x, y = data()
+    with made(CPU, chunk_size=chunk_size) as opt:
+        opt.load(x, y)
+        expected = opt.evaluate().item(), opt.grad_parameters
+    with made(device, chunk_size=chunk_size, optimizer="lbfgs") as opt:
+        opt.load(*form(x, y, device))
+        for _ in range(3):
+            assert opt.evaluate().item() == pytest.approx(expected[0], rel=1e-12)
+            torch.testing.assert_close(opt.grad_parameters.cpu(), expected[1])
+        opt.step(*form(2 * x, y, device))
+        with made(CPU, chunk_size=chunk_size, optimizer="lbfgs") as other:
+            other.step(2 * x, y)
+            torch.testing.assert_close(opt.parameters.cpu(), other.parameters, rtol=1e-6, atol=1e-9)
+
+
+def test_a_batch_is_brought_once(simulated: None, device: torch.device) -> None:
+    x, y = data()
+    with made(device, graph=False) as opt:
+        opt.load(x.repeat(1000, 1), y.repeat(1000, 1))
+        opt.evaluate()
+        before = card.counts()
+        opt.evaluate()
+        assert card.counts().allocated == before.allocated
+
+
+def test_terms_on_both_sides(device: torch.device) -> None:
+    x, y = data()
+    found = []
+    for there in (CPU, device):
+        with BatchOptimizer(
+            net(there), optimizer=None, terms={"a": Term(square), "b": Term(square, weight=3.0)}
+        ) as opt:
+            opt.load({"a": (x, y), "b": (x.to(there)[:8], y[:8])})
+            found.append(opt.evaluate().item())
+    assert found[1] == pytest.approx(found[0], rel=1e-12)
+
+
+# ---- devices
+
+
+def test_what_the_modules_own_device_means(device: torch.device) -> None:
+    given = {**made_arguments(), "devices": ["cpu:0"]}
+    settings = Settings.read(given)
+    assert not settings.alone  # a worker there, for a module on the CPU
+    assert settings.at(CPU) is settings
+    assert settings.at(torch.device("cpu", 0)) is settings
+    cuda = Settings.read({**given, "devices": None, "parallelize": "auto"})
+    assert cuda.at(torch.device("cuda")).alone
+    assert not cuda.at(torch.device("cuda")).automatic
+
+
+def made_arguments() -> dict[str, Any]:
+    import inspect
+
+    given = {name: p.default for name, p in inspect.signature(BatchOptimizer).parameters.items()}
+    return {**given, "module": nn.Linear(1, 1), "criterion": nn.MSELoss()}
+
+
+def test_workers_for_a_module_on_a_card_are_refused_with_what_to_write(device: torch.device) -> None:
+    with pytest.raises(ValueError, match=rf"parameters are on {device}; .* module.cpu\(\), .* parallelize=1"):
+        made(device, parallelize=2)
+
+
+def test_auto_is_the_card(device: torch.device) -> None:
+    x, y = data()
+    with made(device, parallelize="auto", optimizer="lbfgs") as opt:
+        for _ in range(3):
+            opt.step(x, y)
+        assert [worker.device for worker in opt.workers] == [device]
+
+
+# ---- waiting
+
+
+def reads_of(call: Callable[[], Any]) -> int:
+    before = card.counts().reads
+    call()
+    return card.counts().reads - before
+
+
+@pytest.mark.parametrize("chunk_size", [None, 10])
+def test_an_evaluation_waits_once(simulated: None, device: torch.device, chunk_size: int | None) -> None:
+    with made(device, chunk_size=chunk_size) as opt:
+        opt.load(*there(device))
+        for _ in range(3):
+            opt.evaluate()
+        assert min(reads_of(opt.evaluate) for _ in range(3)) <= (1 if chunk_size is None else 2)
+
+
+@pytest.mark.parametrize(("optimizer", "most"), [("sgd", 1), ("adam", 1), ("cg", 5), ("lbfgs", 7), ("ssbroyden", 6)])
+def test_steps_wait_for_what_decides(simulated: None, device: torch.device, optimizer: str, most: int) -> None:
+    x, y = there(device)
+    with made(device, optimizer=short(optimizer)) as opt:
+        for _ in range(2):
+            opt.step(x, y)
+        before = opt.eval_counter
+        assert reads_of(lambda: [opt.step(x, y) for _ in range(3)]) <= most * (opt.eval_counter - before)
+
+
+# ---- memory
+
+
+def wide(device: torch.device, **options: Any) -> BatchOptimizer:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 1)).double().to(device)
+    return BatchOptimizer(net, nn.MSELoss(), optimizer=None, **options)
+
+
+@pytest.fixture
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(1)
+    return torch.rand(20_000, 4, dtype=torch.float64), torch.rand(20_000, 1, dtype=torch.float64)
+
+
+def test_memory_is_short_without_chunks(memory: None, device: torch.device, batch: Any) -> None:
+    with wide(device) as opt:
+        x, y = (tensor.to(device) for tensor in batch)
+        opt.load(x, y)
+        card.limit(card.counts().allocated + 8_000_000)
+        with pytest.raises(WorkerError, match="chunk_size='auto' finds chunks that fit"):
+            opt.evaluate()
+
+
+@pytest.mark.parametrize("room", [8_000_000, 40_000_000, None])
+def test_chunks_fit_into_what_there_is(memory: None, device: torch.device, batch: Any, room: int | None) -> None:
+    with wide(CPU) as opt:
+        opt.load(*batch)
+        expected = opt.evaluate().item(), opt.grad_parameters
+    with wide(device, chunk_size="auto") as opt:
+        x, y = (tensor.to(device) for tensor in batch)
+        opt.load(x, y)
+        before = card.counts().allocated
+        card.limit(None if room is None else before + room)
+        for _ in range(3):
+            assert opt.evaluate().item() == pytest.approx(expected[0], rel=1e-12)
+            torch.testing.assert_close(opt.grad_parameters.cpu(), expected[1])
+        assert opt.predict(x).shape == y.shape
+        card.forget_most()
+        opt.evaluate()
+        taken = card.counts().most - before
+        chunks = len(opt._function.loaded().plan.cut.bounds) - 1
+        assert chunks == 1 if room is None else chunks > 1
+        assert room is None or room / 16 < taken < room
+
+
+def test_what_was_measured_may_not_be_enough(memory: None, device: torch.device, batch: Any) -> None:
+    with wide(device, chunk_size="auto") as opt:
+        x, y = (tensor.to(device) for tensor in batch)
+        opt.load(x, y)
+        whole = opt.evaluate().item()
+        card.limit(card.counts().allocated + 8_000_000)  # somebody else needs it now
+        assert opt.evaluate().item() == pytest.approx(whole, rel=1e-12)
+        assert len(opt._function.loaded().plan.cut.bounds) > 2
+        assert opt.predict(x).shape == y.shape
+
+
+def test_a_loss_that_depends_on_the_cut_is_not_cut(memory: None, device: torch.device, batch: Any) -> None:
+    def spread(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = module(x).std()
+        return found
+
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 1)).double().to(device)
+    with BatchOptimizer(net, loss_fn=spread, optimizer=None, chunk_size="auto") as opt:
+        opt.load(batch[0].to(device), batch[1].to(device))
+        card.limit(card.counts().allocated + 8_000_000)
+        with pytest.raises(WorkerError, match="OutOfMemory"):
+            opt.evaluate()

@@ -1,0 +1,269 @@
+"""The graphs of a process: which pieces are evaluated by one, and when that ends.
+
+    a piece of a form ─► seen before? ─► rehearsed ─► recorded ─► compared ─► replayed, as long as nothing changes
+                            │ no            │ cannot be recorded      │ differs
+                            └───────────────┴─────────► eager ◄───────┘
+
+What must hold: a replay finds what the eager evaluation would find. So a graph reads all tensors where they are, draws
+random numbers from the same generator, and is dropped when anything else that f depends on has changed
+(`Circumstances`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from batchopt_workers.compiled.form import PieceForm, arguments_of, form_of
+from batchopt_workers.data.batch import Piece
+from batchopt_workers.data.structures import map_tensors, tensors_in
+from batchopt_workers.graphs.recording import Recording
+from batchopt_workers.graphs.rehearsal import Rehearsal, obstacle_of
+from batchopt_workers.map.record import Record
+from batchopt_workers.map.seeding import generator_states, set_torch_states, torch_states
+from batchopt_workers.map.shortcuts import Comparison, Differs, Eager, Schedule, examined
+from batchopt_workers.process.interrupts import let_through
+from batchopt_workers.process.torch_settings import TorchSettings
+
+# Graphs that are kept: each has memory for its inputs and results.
+MOST = 8
+
+
+class Key(NamedTuple):
+    """The form of pieces that one graph serves."""
+
+    form: PieceForm
+    samples: int
+    strides: tuple[tuple[int, ...], ...]
+
+
+class Graph:
+    """A recorded evaluation of pieces of one form; call it to set the gradients of the parameters, write the module's
+    state, and return the loss, in memory that the next call overwrites."""
+
+    def __init__(self, piece: Piece, eager: Eager, parameters: Sequence[torch.Tensor], recording: Recording) -> None:
+        """Record it; the gradients, the module's state and the random states are then others. Raise `RuntimeError`."""
+        self.comparison = Comparison()
+        self._parameters, self._recording = parameters, recording
+        with torch.no_grad():
+            self._inputs = [_room_for(tensor).copy_(tensor) for tensor in tensors_in(arguments_of(piece))]
+        self._loss, self._gradients = recording.record(partial(self._evaluate, piece, eager))
+
+    def _evaluate(self, piece: Piece, eager: Eager) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+        inputs = iter(self._inputs)
+        inputs, targets, attributes = map_tensors(
+            lambda tensor: next(inputs).detach().requires_grad_(tensor.requires_grad), arguments_of(piece)
+        )
+        for parameter in self._parameters:
+            parameter.grad = None
+        loss = eager(dataclasses.replace(piece, inputs=inputs, targets=targets, attributes=attributes))
+        return loss.detach(), [parameter.grad for parameter in self._parameters]
+
+    def __call__(self, piece: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Evaluate the piece with these tensors."""
+        with torch.no_grad():
+            torch._foreach_copy_(self._inputs, [tensor.detach() for tensor in piece])
+        self._recording.replay()
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+            parameter.grad = gradient
+        return self._loss
+
+
+def _room_for(tensor: torch.Tensor) -> torch.Tensor:
+    """Return memory of its own for a tensor, with the same strides: kernels, and so bits, may depend on them."""
+    if 0 in tensor.stride():
+        return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
+class Circumstances:
+    """The circumstances under which graphs were recorded: all that the program refers to, where its tensors lie,
+    and the settings of torch."""
+
+    def __init__(self, roots: Mapping[str, object], parameters: Sequence[torch.Tensor]) -> None:
+        """Raise `ValueError` for a context that nobody can look into."""
+        self._record = Record(roots, functions=True)
+        self._tensors = [*parameters, *(found.tensor for found in self._record.tensors)]
+        self._places, self._settings = self._places_now(), _settings()
+
+    def _places_now(self) -> list[tuple[int, torch.Size, tuple[int, ...]]]:
+        return [(tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in self._tensors]
+
+    @property
+    def hold(self) -> bool:
+        """Tell whether they are the same now, as far as it can be compared."""
+        try:
+            return self._record.holds() and self._places_now() == self._places and _settings() == self._settings
+        except ValueError:  # a context of the user's
+            return False
+
+
+def _settings() -> tuple[object, ...]:
+    cudnn, cuda, _C = torch.backends.cudnn, torch.backends.cuda, torch._C
+    kernels = _C._get_flash_sdp_enabled(), _C._get_mem_efficient_sdp_enabled(), _C._get_math_sdp_enabled()
+    own = cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32, cuda.matmul.allow_tf32
+    return TorchSettings.current(), own, kernels
+
+
+class Graphs:
+    """The graphs for a program on one device: see `Shortcuts`. `reason`: why pieces were evaluated eagerly last.
+
+    A form of pieces is recorded once it was seen in as many evaluations as `_patience` says, which doubles with each
+    change of the program: recording takes as long as tens of evaluations.
+    """
+
+    def __init__(
+        self,
+        roots: Mapping[str, object],
+        module: torch.nn.Module,
+        parameters: Sequence[torch.Tensor],
+        state: Callable[[], Sequence[torch.Tensor]],
+        recording: Callable[[], Recording],
+    ) -> None:
+        """`state`: returns the tensors that the module may write."""
+        self._roots, self._module, self._parameters = roots, module, parameters
+        self._state, self._recording = state, recording
+        self._schedule, self._patience = Schedule(), 1
+        self._circumstances: Circumstances | None = None  # of all graphs that there are
+        self._graphs: dict[Key, Graph] = {}
+        self._due: set[Key] = set()
+        self._seen: dict[Key, set[int]] = {}  # the evaluations in which pieces without a graph were seen
+        self._evaluation = -1
+        self.reason = "nothing was evaluated yet"
+        self._is_over = False
+
+    def __str__(self) -> str:
+        """Say what runs."""
+        return f"{len(self._graphs)} recorded" if self._graphs else f"eager ({self.reason})"
+
+    # ---- see `Shortcuts`
+
+    def begin(self, evaluation: int) -> None:
+        """Drop all graphs if something has changed that f depends on."""
+        if not self._schedule.begin(evaluation):
+            return
+        self._evaluation = evaluation
+        if self._circumstances is not None and not self._circumstances.hold:
+            self._forget("the program, its memory or torch's settings have changed")
+        if self._schedule.is_due:
+            self._due = set(self._graphs)
+
+    def evaluate(self, piece: Piece, eager: Eager) -> torch.Tensor | None:
+        """Set gradients and return the loss of a piece by a graph, which may be recorded first."""
+        if self._is_over:
+            return None
+        form = form_of(piece)
+        if form is None:
+            self.reason = "the samples hold something that cannot be compared"
+            return None
+        tensors = [*tensors_in(arguments_of(piece))]
+        key = Key(form, len(piece.indices), tuple([tensor.stride() for tensor in tensors]))
+        graph = self._graphs.get(key)
+        if graph is None:
+            return self._first(key, piece, eager) if self._is_time(key) else None
+        if key not in self._due:
+            return graph(tensors)
+        self._due.remove(key)
+        try:
+            return self._examined(graph, piece, eager)
+        except Differs as error:
+            self._stop(f"it found something else: {error}")
+            raise
+
+    # ---- recording
+
+    def _is_time(self, key: Key) -> bool:
+        """Tell whether pieces of this form have been seen often enough to be recorded."""
+        if key not in self._seen and len(self._graphs) + len(self._seen) >= MOST:
+            self.reason = f"the pieces have more than {MOST} forms or sizes"
+            return False
+        seen = self._seen.setdefault(key, set())
+        if len(seen) < self._patience:
+            seen.add(self._evaluation)
+            return False
+        return self._evaluation not in seen
+
+    def _first(self, key: Key, piece: Piece, eager: Eager) -> torch.Tensor | None:
+        """Evaluate a piece of a form for which there is no graph yet, and record one if that is possible."""
+        obstacle = obstacle_of(self._module)
+        if obstacle is not None:
+            self._stop(obstacle)
+            return None
+        try:
+            circumstances = self._circumstances or Circumstances(self._roots, self._parameters)
+        except ValueError as error:
+            self._stop(str(error))
+            return None
+        start = _Start(self._state())
+        try:
+            with Rehearsal(self._parameters[0].device) as rehearsal:
+                value = eager(piece)
+        except torch.OutOfMemoryError:
+            start.restore(self._parameters)
+            raise
+        except Exception as error:
+            let_through(error)
+            start.restore(self._parameters)
+            self._stop(f"it cannot be looked at: {type(error).__name__}")
+            return None  # if it was the user's, it is raised again
+        obstacle = rehearsal.obstacle or start.obstacle
+        if obstacle is None and not circumstances.hold:
+            obstacle = "forward or loss change attributes, or hold something that cannot be compared"
+        if obstacle is not None:
+            self._stop(obstacle)
+            return value
+        start.restore(self._parameters)
+        try:
+            graph = Graph(piece, eager, self._parameters, self._recording())
+            start.restore(self._parameters)
+            found = self._examined(graph, piece, eager)
+        except (RuntimeError, Differs) as error:
+            start.restore(self._parameters)
+            self._stop(f"it cannot be recorded: {str(error).splitlines()[0]}")
+            return None
+        del self._seen[key]
+        self._circumstances, self._graphs[key] = circumstances, graph
+        return found
+
+    def _examined(self, graph: Graph, piece: Piece, eager: Eager) -> torch.Tensor:
+        call = partial(graph, [*tensors_in(arguments_of(piece))])
+        return examined(call, partial(eager, piece), self._parameters, self._state(), graph.comparison)
+
+    # ---- the end
+
+    def _forget(self, reason: str) -> None:
+        self._graphs, self._seen, self._due, self._circumstances = {}, {}, set(), None
+        self._patience, self.reason = 2 * self._patience, reason
+
+    def _stop(self, reason: str) -> None:
+        """Stay eager, until the evaluator is another one."""
+        self._forget(reason)
+        self._is_over = True
+
+
+class _Start:
+    """The start of an evaluation: the elements of the module's `state`, and the states of the generators."""
+
+    def __init__(self, state: Sequence[torch.Tensor]) -> None:
+        self._state = [(own, own.detach().clone()) for own in state]
+        self._torch, self._others = torch_states(), generator_states()[:2]
+
+    @property
+    def obstacle(self) -> str | None:
+        """Anything that an evaluation since has done, and a graph would not do."""
+        if generator_states()[:2] != self._others:
+            return "it draws from the generators of NumPy or Python"
+        return None
+
+    def restore(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Start again, without gradients."""
+        with torch.no_grad():
+            for own, before in self._state:
+                own.detach_().copy_(before) if own.grad_fn is not None else own.copy_(before)
+        set_torch_states(self._torch)
+        for parameter in parameters:
+            parameter.grad = None

@@ -1,0 +1,63 @@
+"""Recording what a card does, to have it done again without the Python that asked for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class Recording(Protocol):
+    """The work that a function does on a device, to be done again."""
+
+    def record(self, function: Callable[[], T]) -> T:
+        """Call a function, perhaps several times, and return what it returns. The tensors in that are overwritten by
+        each replay. Raise `RuntimeError` for what cannot be recorded."""
+
+    def replay(self) -> None:
+        """Do the same again, with what is now in the memory that the function has read."""
+
+
+class CudaRecording:
+    """A CUDA graph: https://docs.nvidia.com/cuda/cuda-programming-guide, section "CUDA Graphs".
+
+    All graphs of a process share one pool of memory, since one is replayed at a time. Random numbers are drawn as by
+    the function itself: torch gives a replay the current seed and offset of the default generator, and moves it on.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._graph = device, torch.cuda.CUDAGraph()
+
+    def record(self, function: Callable[[], T]) -> T:
+        """See `Recording.record`: it is called once before, so that libraries are loaded and have their workspaces."""
+        current, aside = torch.cuda.current_stream(self._device), torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        aside.wait_stream(current)
+        with torch.cuda.stream(aside):
+            function()
+        current.wait_stream(aside)
+        generator: Any = torch.cuda.default_generators[self._device.index or 0]
+        before = generator.clone_state()
+        try:
+            # what other threads do meanwhile, such as pinning memory for the next batch, does not concern the graph
+            with torch.cuda.graph(self._graph, pool=_pool(), stream=aside, capture_error_mode="thread_local"):
+                return function()
+        except BaseException:
+            generator.graphsafe_set_state(before)  # the old one may still believe that it is being captured
+            raise
+
+    def replay(self) -> None:
+        """See `Recording.replay`."""
+        self._graph.replay()
+
+
+@cache
+def _pool() -> Any:
+    return torch.cuda.graph_pool_handle()
+
+
+# How work is recorded, by the type of device.
+RECORDINGS: dict[str, Callable[[torch.device], Recording]] = {"cuda": CudaRecording}
