@@ -23,7 +23,7 @@ from batchopt._function.choice import Phase as Choosing
 from batchopt._function.reporter import warn
 from batchopt._function.step import Step
 from batchopt._machine.cores import share_cores
-from batchopt._program.compiler import Compiler, check, directory, known, obstacle
+from batchopt._program.compiler import Compiling
 from batchopt._program.program import PickledProgram
 from batchopt.errors import BatchoptError, CompileError, WorkerError
 from batchopt_workers.compiled.form import Artifact, PackedPiece, PieceForm, Reply, Request, form_of, in_rows, packed
@@ -115,7 +115,7 @@ class Compilation:
         self.phase, self.reason = Stage.EAGER, "nothing was evaluated yet"
         self.keys: tuple[str, ...] = ()  # of the libraries in use
         self.expected: tuple[str, ...] | None = None  # those of the run that is resumed; None: of no other
-        self._compiler: Compiler | None = None
+        self._compiler: Compiling | None = None
         self._target: Target | None = None
         self._pieces: Pieces | None = None
         self._libraries: dict[Target, dict[PieceForm, Artifact | str]] = {}
@@ -184,6 +184,7 @@ class Compilation:
     def _target_of(self, engine: Engine, step: Step) -> Target:
         pieces = self._pieces = _pieces_of(step, self._pieces)
         workers, (count, threads) = engine.workers, engine.workers.configuration
+        threads = threads or workers.backend.threads_each
         threads = threads or (torch.get_num_threads() if workers.alone else min(share_cores(count, None)))
         is_watched = workers.hooks != (None, None) or workers.mode.outputs
         forms = frozenset(pieces.found)
@@ -192,7 +193,8 @@ class Compilation:
     def _begin(self, engine: Engine, step: Step, target: Target) -> None:
         """Find what is known for the target; request what is not."""
         self.phase = Stage.EAGER
-        reason = obstacle() or _obstacle(engine, step, target)
+        self._compiler = self._compiler or engine.workers.backend.compiler()
+        reason = self._compiler.obstacle() or _obstacle(engine, step, target)
         there = self._libraries.setdefault(target.without_forms, {})
         assert self._pieces is not None
         lacking = [piece for form, piece in self._pieces.found.items() if form not in there]
@@ -219,17 +221,12 @@ class Compilation:
             tuple(pieces),
             target.settings,
             target.threads,
-            str(directory()),
         )
-        reply = known(request)
-        if reply is not None:
-            self._keep(self._libraries[target.without_forms], reply, target)
-            return
-        if self._compiler is not None and self._compiler.is_busy:  # with what nobody needs any more
-            self.close()
-        self._compiler = self._compiler or Compiler()
-        self._versions += 1
+        assert self._compiler is not None
+        if self._compiler.is_busy:  # with what nobody needs any more
+            self._compiler.close()
         self._compiler.request(request)
+        self._versions += self._compiler.is_busy  # else it was known
 
     # ---- what came of it
 
@@ -257,13 +254,7 @@ class Compilation:
             there |= {form: reply for form in target.forms if form not in there}
             return
         self._took += reply.seconds
-        for form, found in reply.found.items():
-            there[form] = found
-            if isinstance(found, Artifact):
-                try:
-                    check(found)
-                except OSError as error:
-                    there[form] = f"the library cannot be used: {error}"
+        there |= reply.found
 
     def _use(self, engine: Engine, libraries: dict[PieceForm, Artifact | str]) -> None:
         found = tuple(artifact for artifact in libraries.values() if isinstance(artifact, Artifact))
@@ -328,7 +319,7 @@ def _obstacle(engine: Engine, step: Step, target: Target) -> str | None:
         return "there are hooks, which look at each forward"
     if engine.workers.mode.outputs:
         return "outputs are kept"
-    if settings.devices is not None or engine.subject.x.device.type != "cpu":
+    if any(worker.device.type != "cpu" for worker in engine.workers.infos) or settings.devices is not None:
         return "only evaluations on CPUs are compiled"
     if len(target.forms) > FORMS:
         return f"the pieces have {len(target.forms)} forms, and each would be compiled"

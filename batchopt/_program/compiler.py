@@ -16,15 +16,16 @@ import sys
 import tempfile
 import threading
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 import torch
 
 from batchopt.errors import BatchoptError
-from batchopt_workers.compiled.form import Artifact, Reply, Request
+from batchopt_workers.compiled.form import Artifact, PieceForm, Reply, Request
 
 # The environment variable that names the directory of what was compiled.
 DIRECTORY = "BATCHOPT_CACHE_DIR"
@@ -64,7 +65,20 @@ def compiler() -> str | None:
     return None
 
 
-def check(artifact: Artifact) -> None:
+def _checked(reply: Reply) -> Reply:
+    """Return a reply with a reason in place of each library that cannot be used."""
+    found: dict[PieceForm, Artifact | str] = {}
+    for form, artifact in reply.found.items():
+        found[form] = artifact
+        if isinstance(artifact, Artifact):
+            try:
+                _check(artifact)
+            except OSError as error:
+                found[form] = f"the library cannot be used: {error}"
+    return reply._replace(found=found)
+
+
+def _check(artifact: Artifact) -> None:
     """Raise `OSError` if its library is not there, or not this user's alone."""
     state = os.lstat(artifact.path)
     if state.st_uid != os.getuid() or not stat.S_ISREG(state.st_mode) or state.st_mode & 0o022:
@@ -75,17 +89,62 @@ def check(artifact: Artifact) -> None:
 _found: dict[Request, Reply] = {}
 
 
-def known(request: Request) -> Reply | None:
+def _known(request: Request) -> Reply | None:
     """Return the reply to an equal request, if there was one and its libraries are still there."""
     reply = _found.get(request)
     artifacts = [found for found in reply.found.values() if isinstance(found, Artifact)] if reply is not None else []
     return reply if all(os.path.exists(artifact.path) for artifact in artifacts) else None
 
 
+class Compiling(Protocol):
+    """The processes that compile for a backend's workers: one on each machine."""
+
+    def obstacle(self) -> str | None:
+        """Return why nothing can be compiled there, as far as it is known before; None if there is no reason."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Tell whether a request is being carried out."""
+
+    def request(self, request: Request) -> None:
+        """Begin to carry out a request; there may be one at a time."""
+
+    def reply(self, waits: bool) -> Reply | str | None:
+        """Return the reply, or why there will be none; None if there is none yet, unless it `waits`."""
+
+    def close(self) -> object:
+        """End them, and what they do."""
+
+
 class Compiler:
     """A process that carries out one request after the other. It ends with this object, or with this process."""
 
     def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None  # started by the first request that needs it
+        self._stderr: IO[bytes] | None = None
+        self._thread: threading.Thread | None = None
+        self._found: list[Reply | str] = []
+        self._end: Callable[[], object] = lambda: None
+
+    def obstacle(self) -> str | None:
+        """See `Compiling.obstacle`."""
+        return obstacle()
+
+    def request(self, request: Request) -> None:
+        """See `Compiling.request`. Raises `BatchoptError` if there is no directory for what is compiled."""
+        assert not self.is_busy
+        request = request._replace(directory=str(directory()))
+        reply = _known(request)
+        self._found = [] if reply is None else [reply]
+        if reply is None:
+            self._start()
+            self._thread = threading.Thread(target=self._exchange, args=(request,), daemon=True)
+            self._thread.start()
+
+    def _start(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            return
+        self.close()
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(directory() / "inductor"), "OMP_NUM_THREADS": "1"}
         self._stderr = tempfile.TemporaryFile()  # closed with this object
         self._process = subprocess.Popen(
@@ -96,20 +155,11 @@ class Compiler:
             env=environment,
             start_new_session=True,
         )
-        self._thread: threading.Thread | None = None
-        self._found: list[Reply | str] = []
-        self.close = weakref.finalize(self, _end, self._process, self._stderr, os.getpid())
-
-    def request(self, request: Request) -> None:
-        """Begin to carry out a request; there may be one at a time."""
-        assert not self.is_busy
-        self._found = []
-        self._thread = threading.Thread(target=self._exchange, args=(request,), daemon=True)
-        self._thread.start()
+        self._end = weakref.finalize(self, _end, self._process, self._stderr, os.getpid())
 
     def _exchange(self, request: Request) -> None:
         process = self._process
-        assert process.stdin is not None and process.stdout is not None
+        assert process is not None and process.stdin is not None and process.stdout is not None
         try:
             process.stdin.write(pickle.dumps(request))
             process.stdin.flush()
@@ -117,6 +167,7 @@ class Compiler:
         except (OSError, EOFError, ValueError, pickle.UnpicklingError):
             found = f"the process that compiles has ended: {_last_line(self._stderr)}"
         if isinstance(found, Reply):
+            found = _checked(found)
             _found[request] = found
         self._found.append(found)
 
@@ -135,9 +186,15 @@ class Compiler:
         self._thread = None
         return self._found[0]
 
+    def close(self) -> None:
+        """See `Compiling.close`."""
+        self._end()
+        self._process, self._thread, self._found = None, None, []
 
-def _last_line(stderr: IO[bytes]) -> str:
+
+def _last_line(stderr: IO[bytes] | None) -> str:
     """Return the last thing that was said."""
+    assert stderr is not None
     with suppress(ValueError):  # closed
         stderr.seek(0)
         lines = stderr.read().decode(errors="replace").strip().splitlines()

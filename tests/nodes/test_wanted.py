@@ -10,7 +10,7 @@ import torch
 from batchopt.backends.nodes.placing import Placed
 from batchopt.backends.nodes.roster import TRANSITIONS, Member, State
 from batchopt.backends.nodes.transfer import ProgramVersion, SentRows
-from batchopt.backends.nodes.wanted import NodeSetup, StepStart, TaskStart, Wanted, World, lacking
+from batchopt.backends.nodes.wanted import NodeMode, NodeSetup, StepStart, TaskStart, Wanted, World, lacking
 from batchopt_workers.data.packing import pack
 from batchopt_workers.process.messages import Cut
 from batchopt_workers.process.torch_settings import TorchSettings
@@ -31,7 +31,8 @@ WANT = Wanted(
     World(range(2), 4),
     TorchSettings.current(),
     version(1.0, 2.0, data=DATA),
-    (True, False),
+    (),
+    NodeMode(),
     SentRows.of(BATCH, range(10)),
     StepStart((1.0,)),
     Cut((0, 100)),

@@ -32,6 +32,7 @@ import torch
 from batchopt._mapreduce.answers import Answer
 from batchopt._program.unpicklable import check_module, sending
 from batchopt.backends.base import Meanwhile, Mode, Prepared, Run, Setup, WorkerInfo
+from batchopt.backends.nodes.compiling import NodesCompiler
 from batchopt.backends.nodes.members import Members
 from batchopt.backends.nodes.node import Command
 from batchopt.backends.nodes.placing import Placer
@@ -40,8 +41,9 @@ from batchopt.backends.nodes.result import NOTHING, WHOLE
 from batchopt.backends.nodes.roster import Member
 from batchopt.backends.nodes.team import Evaluation, Team, TeamBackend
 from batchopt.backends.nodes.transfer import KnownBatch, ProgramVersions, SentRows, unpacked
-from batchopt.backends.nodes.wanted import NodeSetup, StepStart, TaskStart, Wanted, lacking
+from batchopt.backends.nodes.wanted import NodeMode, NodeSetup, StepStart, TaskStart, Wanted, lacking
 from batchopt.errors import NodeLostError
+from batchopt_workers.compiled.form import Request
 from batchopt_workers.data.batch import Batch
 from batchopt_workers.data.memory import octets
 from batchopt_workers.data.packing import dumps, pack
@@ -66,6 +68,8 @@ class Subject(NamedTuple):
 class NodesBackend(TeamBackend):
     """`setup.workers` workers on nodes. They end with this object, with this process, or at `close`."""
 
+    compiles = True
+
     @classmethod
     def check(cls, setup: Setup) -> None:
         check_module(setup.program.module)
@@ -80,7 +84,7 @@ class NodesBackend(TeamBackend):
         with sending("`precode`", setup.precode):
             self._precode = dumps(setup.precode)
         self._versions = ProgramVersions(setup.program, setup.parameters)
-        self._want = Wanted(program=self._versions.latest, mode=(True, False))
+        self._want = Wanted(program=self._versions.latest, mode=NodeMode())
         placer = self.placer(setup)
         workers = setup.workers or max(sum(room.workers for room in placer.rooms()), 1)
         self._restarts = setup.restarts_of(workers)
@@ -120,8 +124,26 @@ class NodesBackend(TeamBackend):
         before = self._setup.program
         if not mode.is_of(before):
             self._follow(replace(before, prehook=mode.prehook, posthook=mode.posthook, state=mode.state))
-        if self._want.mode != (mode.hooked, mode.outputs):
-            self._want = self._want._replace(mode=(mode.hooked, mode.outputs))
+        wanted = NodeMode(mode.hooked, mode.outputs, tuple([artifact.key for artifact in mode.artifacts]))
+        if self._want.mode != wanted:
+            self._want = self._want._replace(mode=wanted)
+
+    @property
+    def version(self) -> object:
+        return self._versions.latest.data
+
+    @property
+    def threads_each(self) -> int:
+        return self.threads()
+
+    def compiler(self) -> NodesCompiler:
+        return NodesCompiler(self._compile, lambda: self._meet("tell_compiled"))
+
+    def _compile(self, request: Request) -> None:
+        """Have all nodes compile, and those that come later, also what was requested before for the same program."""
+        before = [one for one in self._want.requests or () if one.program == request.program and one != request]
+        self._want = self._want._replace(requests=(*before, request))
+        self._meet("tell_compiled")
 
     def _follow(self, program: Program | None = None) -> None:
         """Take over the user's current program, or this one. Raises `TypeError` if it cannot be sent."""

@@ -29,6 +29,7 @@ from batchopt.backends.nodes.group import Group, address_towards, dist
 from batchopt.backends.nodes.session import NodeSession
 from batchopt.backends.nodes.team import Evaluation, Team
 from batchopt.errors import NodeLostError
+from batchopt_workers.compiled.form import Reply
 from batchopt_workers.process.messages import TASKS, versions
 
 # Seconds between two signs of life.
@@ -114,6 +115,9 @@ class Node:
 
     def _run(self, team: Team, function: bytes) -> list[bytes]:
         return self.session.run(*pickle.loads(function))
+
+    def _tell_compiled(self, team: Team) -> Reply | str | None:
+        return self.session.compiled()
 
     def _tell_residual(self, team: Team, evaluation: int) -> torch.Tensor | None:
         return None if team.residuals is None else team.residuals.after(evaluation)

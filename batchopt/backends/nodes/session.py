@@ -14,11 +14,13 @@ import torch
 
 from batchopt._program.flatten import Flat
 from batchopt.backends.base import Mode, Prepared, Setup
+from batchopt.backends.nodes.compiling import Libraries
 from batchopt.backends.nodes.residuals import GradientResiduals, residuals_of
 from batchopt.backends.nodes.transfer import ProgramUpdate, RowsUpdate, made, unpacked
-from batchopt.backends.nodes.wanted import NodeSetup, StepStart, TaskStart, World
+from batchopt.backends.nodes.wanted import NodeMode, NodeSetup, StepStart, TaskStart, World
 from batchopt.backends.process.backend import ProcessBackend
 from batchopt.backends.process.shared_program import Holder
+from batchopt_workers.compiled.form import Reply, Request
 from batchopt_workers.data.batch import Batch
 from batchopt_workers.data.memory import SharedBlock
 from batchopt_workers.data.packing import assemble, dumps
@@ -45,6 +47,7 @@ class NodeSession:
         self.cuts = {False: Cut((0,)), True: Cut((0,))}  # of the batch, and of the task's
         self._batch = Prepared(Batch(()))  # of the step, with the rows that are here
         self._aside: Batch | None = None  # the task's own
+        self._libraries = Libraries()
 
     def take(self, name: str, value: Any) -> None:
         """Take a field of what this node must have."""
@@ -107,10 +110,17 @@ class NodeSession:
         self.residuals = residuals_of(found)
         self.workers = ProcessBackend(found, Holder(lambda: self._torch, lambda: self._program.module_hooks))
 
-    def _take_mode(self, mode: tuple[bool, bool]) -> None:
-        hooked, outputs = mode
-        program = self._program
-        self._started.set_mode(Mode(program.prehook, program.posthook, hooked, program.state, outputs))
+    def _take_requests(self, requests: tuple[Request, ...]) -> None:
+        self._libraries.begin(requests)
+
+    def _take_mode(self, mode: NodeMode) -> None:
+        program, artifacts = self._program, self._libraries.of(mode.keys)
+        found = Mode(program.prehook, program.posthook, mode.hooked, program.state, mode.outputs)
+        self._started.set_mode(found._replace(artifacts=artifacts))
+
+    def compiled(self) -> Reply | str | None:
+        """Return what was compiled here for the last request, or why nothing was; None if that is not known yet."""
+        return self._libraries.reply(waits=False)
 
     def _take_rows(self, rows: RowsUpdate) -> None:
         if rows.is_more:
@@ -149,6 +159,7 @@ class NodeSession:
         return [dumps(value) for value in self._started.run(function, arguments)]
 
     def close(self) -> None:
-        """End the workers."""
+        """End the workers, and what compiles for them."""
+        self._libraries.close()
         if self.workers is not None:
             self.workers.close()

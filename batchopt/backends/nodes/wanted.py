@@ -17,6 +17,7 @@ import torch
 
 from batchopt._mapreduce.compression import Compression
 from batchopt.backends.nodes.transfer import ProgramVersion, SentRows
+from batchopt_workers.compiled.form import Request
 from batchopt_workers.data.layout import Layout
 from batchopt_workers.data.packing import Packed
 from batchopt_workers.process.messages import Cut
@@ -43,6 +44,15 @@ class World(NamedTuple):
     workers: int
 
 
+class NodeMode(NamedTuple):
+    """The way in which a node's workers evaluate: whether hooks run, whether the module's outputs are returned, and the
+    keys of the libraries by which they do."""
+
+    hooked: bool = True
+    outputs: bool = False
+    keys: tuple[str, ...] = ()
+
+
 class StepStart(NamedTuple):
     """The start of a step, with these weights of the terms; each step has an object of its own."""
 
@@ -63,7 +73,8 @@ class Wanted(NamedTuple):
     world: World | None = None
     torch: TorchSettings | None = None
     program: ProgramVersion | None = None  # the first one starts the workers
-    mode: tuple[bool, bool] | None = None  # whether hooks run, and whether evaluations return the module's outputs
+    requests: tuple[Request, ...] | None = None  # evaluations to be compiled
+    mode: NodeMode | None = None
     rows: SentRows | None = None  # of the loaded batch
     step: StepStart | None = None
     cut: Cut | None = None

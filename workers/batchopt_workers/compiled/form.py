@@ -107,7 +107,8 @@ class PackedPiece(NamedTuple):
 
 
 class Request(NamedTuple):
-    """Evaluations to be compiled: of a packed program with these parameters, for `pieces`, with so many threads."""
+    """Evaluations to be compiled: of a packed program with these parameters, for `pieces`, with so many threads. The
+    libraries go to the `directory`, which is that of the machine where it is done."""
 
     program: bytes
     placements: tuple[Placement, ...]
@@ -115,7 +116,7 @@ class Request(NamedTuple):
     pieces: tuple[PackedPiece, ...]
     settings: TorchSettings
     threads: int
-    directory: str
+    directory: str = ""
 
 
 class Reply(NamedTuple):

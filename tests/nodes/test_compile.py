@@ -1,0 +1,123 @@
+"""Compiled evaluations on nodes: each machine compiles, and all have the bits of one process."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from batchopt import BatchOptimizer, CompileError
+from batchopt.backends.nodes.compiling import Libraries, NodesCompiler, merged
+from batchopt_workers.compiled.form import Artifact, PieceForm, Reply
+from tests.nodes import local
+from tests.nodes.test_nodes import node_of
+from tests.workloads import mlp
+
+pytestmark = [
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler"),
+    pytest.mark.xdist_group("compiled nodes"),  # which share what they have compiled
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The directory of what is compiled, which nodes inherit; so there are new ones."""
+    with pytest.MonkeyPatch.context() as patch:
+        found = tmp_path_factory.mktemp("compiled")
+        patch.setenv("BATCHOPT_CACHE_DIR", str(found))
+        local.end()
+        yield found
+        local.end()
+
+
+def steps(backend: str, parallelize: int, count: int = 3, **options: Any) -> tuple[str, str]:
+    """The fingerprint of some steps of L-BFGS, with dropout, and what is said in the end."""
+    case = mlp(samples=96)
+    torch.manual_seed(1)
+    module = nn.Sequential(case.module, nn.Dropout(0.2), nn.Linear(4, 4).double())
+    given = {"chunk_size": 8, "compile": True, **options}
+    with BatchOptimizer(module, case.criterion, parallelize=parallelize, backend=backend, **given) as opt:
+        for step in range(count):
+            if step == 1 and backend == "local nodes":
+                node_of(opt.workers[0].pid).kill()
+            opt.step(case.inputs, case.targets)
+        return opt.fingerprint(), repr(opt)
+
+
+@pytest.mark.slow
+def test_bits_are_those_of_one_process_also_after_a_node_was_killed() -> None:
+    (expected, _), (eager, _) = steps("serial", 1), steps("serial", 1, compile=False)
+    assert expected != eager
+    for workers in (1, 2, 3):
+        found, said = steps("local nodes", workers)
+        assert found == expected
+        assert "compiled (inductor" in said
+
+
+def test_a_changed_program_is_compiled_again_or_said_not_to_be() -> None:
+    torch.manual_seed(0)
+    x, y = torch.rand(24, 3, dtype=torch.float64), torch.rand(24, 1, dtype=torch.float64)
+    net = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+    options: dict[str, Any] = {"optimizer": None, "backend": "local nodes", "parallelize": 2}
+    with BatchOptimizer(net, nn.MSELoss(), compile="auto", **options) as opt:
+        for activation in (nn.Tanh(), nn.Sigmoid()):
+            net[1] = activation
+            opt.load(x, y)
+            for _ in range(3):
+                expected = nn.functional.mse_loss(net(x), y).item()
+                assert opt.evaluate().item() == pytest.approx(expected, rel=1e-12)
+    net[1] = nn.Tanh()
+    net[0].register_forward_hook(lambda module, inputs, output: output)
+    with BatchOptimizer(net, nn.MSELoss(), compile=True, **options) as opt:
+        opt.load(x, y)
+        with pytest.raises(CompileError, match="hooks"):
+            opt.evaluate()
+
+
+# ---- what nodes reply
+
+
+def reply(*found: str, seconds: float = 1.0) -> Reply:
+    """Of libraries with these keys, or reasons."""
+    forms = [PieceForm(i, (), (), ()) for i in range(len(found))]
+    artifacts = [Artifact(key, f"/{key}", form, 1, 9, (), (), ()) for key, form in zip(found, forms, strict=True)]
+    return Reply({a.form: f"because {a.key}" if " " in a.key else a for a in artifacts}, seconds)
+
+
+def said(of: Reply | str | None) -> list[str]:
+    assert isinstance(of, Reply)
+    return [found if isinstance(found, str) else found.key for found in of.found.values()]
+
+
+def test_nodes_agree_or_there_is_a_reason() -> None:
+    assert merged([reply("a"), None]) is None
+    assert merged([reply("a"), "there is no compiler"]) == "there is no compiler"
+    assert said(merged([reply("a", "b"), reply("a", "b")])) == ["a", "b"]
+    assert said(merged([reply("a", "b"), reply("a", "it is odd")])) == ["a", "because it is odd"]
+    assert "different libraries" in said(merged([reply("a"), reply("b")]))[0]
+    whole = merged([reply("a", seconds=1.0), reply("a", seconds=3.0)])
+    assert isinstance(whole, Reply) and whole.seconds == 3.0
+
+
+def test_a_compiler_of_nodes_waits_until_all_have_replied() -> None:
+    answers: list[list[Reply | str | None]] = [[None, reply("a")], [None, None], [reply("a"), reply("a")]]
+    compiler = NodesCompiler(lambda request: None, lambda: answers.pop(0))
+    compiler.request(None)  # type: ignore[arg-type]
+    assert compiler.is_busy and compiler.obstacle() is None
+    assert compiler.reply(waits=False) is None
+    assert said(compiler.reply(waits=True)) == ["a"]
+    assert not compiler.is_busy and not answers
+
+
+def test_libraries_that_cannot_be_made_are_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    libraries = Libraries()
+    assert libraries.of(()) == ()
+    with pytest.raises(RuntimeError, match=r"nothing was requested.*same compiler on all"):
+        libraries.of(("key",))
+    libraries.close()
