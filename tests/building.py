@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,6 +28,10 @@ def on(work: Workload, **options: Any) -> BatchOptimizer:
     return loaded(work.module, work.criterion, work.inputs, work.targets, **options)
 
 
+def _late(_: int, frame: Any) -> None:
+    raise TimeoutError("".join(traceback.format_stack(frame)))
+
+
 class Child:
     """A forked process that runs `function`."""
 
@@ -35,6 +40,8 @@ class Child:
         self._pid = os.fork()
         if self._pid == 0:
             try:
+                signal.signal(signal.SIGALRM, _late)
+                signal.alarm(100)
                 text = repr(function())
             except BaseException as error:
                 text = f"{type(error).__name__}: {error}"

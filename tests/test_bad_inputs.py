@@ -419,7 +419,7 @@ ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
         for devices, parallelize, error, message in (
             ("cuda:0", 1, TypeError, "one device a worker"),
             (["cpu", "cpu"], 3, ValueError, "2 entries for 3 workers"),
-            (["cpu"], 1, ValueError, "two or more entries"),
+            ([], 1, ValueError, "is empty"),
             (["cpu", "gpu"], 1, ValueError, "no device"),
             (["cpu", "meta"], 1, ValueError, "got 'meta'"),
             (["cuda:99", "cpu"], 1, ValueError, "CUDA devices"),

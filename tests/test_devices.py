@@ -18,8 +18,10 @@ from torch import nn
 from batchopt import BatchOptimizer, Sample, Worker, WorkerError
 from batchopt_workers.data.memory import SharedBlock
 from batchopt_workers.data.placing import Placing
+from batchopt_workers.graphs.recording import RECORDINGS
 from batchopt_workers.process.device import pin
 from tests.building import on
+from tests.card.recorded import Recorded
 from tests.workloads import Pairs, Workload, burgers, cnn, logistic, mlp, rnn
 
 DEVICES = pytest.mark.parametrize(
@@ -217,3 +219,30 @@ def test_a_batch_on_another_device_than_the_module_says_what_to_do() -> None:
             WorkerError, match=r"batch is on another device than the module, move it there: inputs\.to\(device\)"
         ):
             opt.evaluate()
+
+
+def record(worker: Worker) -> None:
+    """Have evaluations on the stand-in recorded."""
+    RECORDINGS["cpu"] = Recorded
+
+
+def replays(worker: Worker) -> int:
+    return sum(recording.replays for recording in Recorded.made)
+
+
+@pytest.mark.parametrize("case", [mlp, cnn, burgers], ids=lambda case: case.__name__)
+@pytest.mark.parametrize("chunk_size", [None, 4])
+def test_workers_on_devices_record_what_repeats(case: Callable[[], Workload], chunk_size: int | None) -> None:
+    found = []
+    for graph in (True, False):
+        options = {"chunk_size": chunk_size, "precode": record, "graph": graph}
+        with on(case(), devices=["cpu:0", "cpu:0"], speeds=[1, 1], **options) as opt:
+            values = []
+            for _ in range(5):
+                values.append((opt.evaluate().item(), opt.grad_parameters.tolist()))
+                with torch.no_grad():
+                    opt.parameters.mul_(1.01)
+            found.append(values)
+            if graph:
+                assert sum(opt.run_on_workers(replays)) >= 4
+    assert found[0] == found[1]

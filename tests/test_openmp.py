@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from batchopt._machine.cores import _pauses, end_spinning
-from tests.building import loaded
+from tests.building import Child, loaded
 
 pytestmark = pytest.mark.skipif(not _pauses(), reason="there is no libgomp in this process")
 
@@ -81,3 +81,8 @@ def test_they_end_where_workers_evaluate() -> None:
         before = threads()
         assert torch.equal(opt.evaluate(), loss)
         assert gone(before - 2)
+
+
+def test_a_fork_does_not_wait_for_threads_that_it_does_not_have() -> None:
+    compute()
+    assert Child(end_spinning).said() == "None"

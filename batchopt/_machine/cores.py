@@ -101,10 +101,22 @@ def end_spinning() -> None:
     """End the OpenMP threads that this thread has used; its next parallel region starts new ones, in 50 us.
 
     Each thread of the program has its own, so no other one is disturbed. Takes less than a microsecond if there are
-    none. Does nothing without GNU OpenMP, which torch for Linux uses.
+    none. Does nothing without GNU OpenMP, which torch for Linux uses, and nothing in a fork: the threads that are known
+    there were left behind, and would be waited for without end.
     """
-    for pause in _pauses():
+    for pause in () if _is_fork else _pauses():
         pause(_SOFT)
+
+
+_is_fork = False
+
+
+def _note_fork() -> None:
+    global _is_fork
+    _is_fork = True
+
+
+os.register_at_fork(after_in_child=_note_fork)
 
 
 @cache

@@ -1,4 +1,5 @@
-"""Recordings of the simulated card, as a CUDA graph makes them: operations, and the memory that they read and wrote.
+"""Recordings of the simulated card, or of the CPU as one, as a CUDA graph makes them: of operations, and of the memory
+that they read and wrote.
 
 Python runs once; a replay carries out the same operations on the same memory, and writes their results to where they
 were. What a driver refuses while it records is refused: reading an element, and copies from and to the CPU.
@@ -24,12 +25,13 @@ class Recorded:
 
     def __init__(self, device: torch.device) -> None:
         self.replays = 0
+        self._device = device
         self._tape: list[_Done] = []
         Recorded.made.append(self)
 
     def record(self, function: Callable[[], T]) -> T:
         function()
-        with _Tape(self._tape):
+        with _Tape(self._tape, self._device.type):
             return function()
 
     def replay(self) -> None:
@@ -38,7 +40,7 @@ class Recorded:
             if thread == get_ident():
                 _again(part)
             else:  # of the backward, whose number of threads, and so its bits, may be another one
-                start = torch.zeros(1, device="card", requires_grad=True)
+                start = torch.zeros(1, device=self._device, requires_grad=True)
                 _There.apply(start, [*part]).backward()  # type: ignore[no-untyped-call]
 
 
@@ -77,16 +79,16 @@ class _There(torch.autograd.Function):
 
 
 class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, tape: list[_Done]) -> None:
+    def __init__(self, tape: list[_Done], kind: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._tape = tape
+        self._tape, self._kind = tape, kind
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
             raise RuntimeError("operation not permitted when stream is capturing")
         found = func(*args, **kwargs)
-        if any(tensor.device.type == "cpu" for tensor in _tensors((args, kwargs, found))):
+        if any(tensor.device.type != self._kind for tensor in _tensors((args, kwargs, found))):
             raise RuntimeError("operation would make the legacy stream depend on a capturing blocking stream")
         detached = [_still(data) for data in (args, kwargs, found)]
         self._tape.append(_Done(get_ident(), func, *detached))
