@@ -244,7 +244,7 @@ class Examination:
     def compiled(self) -> Check | None:
         """Compare a compiled evaluation with an eager one; None if none are compiled."""
         function, workers = self._function, self._function.workers
-        if function.compilation is None:
+        if function.policies.compilation is None:
             return None
         artifacts = workers.mode.artifacts
         workers.evaluate_by(())
@@ -253,7 +253,7 @@ class Examination:
         found = _value(function, self._evaluate)
         difference = _difference(found, eager)
         passed = difference <= torch.finfo(function.parameters.dtype).eps ** 0.5
-        numbers = f"difference {difference:.1e}, {function.compilation}"
+        numbers = f"difference {difference:.1e}, {function.policies.compilation}"
         return Check("compiled evaluations are the eager ones", passed, numbers)
 
     def recorded(self) -> Check | None:

@@ -20,6 +20,7 @@ from batchopt._data.arguments import (
     check_callable,
     check_criterion,
     read,
+    read_devices,
     read_parallelize,
     read_speeds,
 )
@@ -148,3 +149,14 @@ def test_settings_have_the_arguments_of_a_batch_optimizer() -> None:
     arguments = set(inspect.signature(BatchOptimizer).parameters) - others
     found = {"automatic", "deterministic", "options", "sizes_chunks"}  # of an argument and of torch
     assert {field.name for field in fields(Settings)} - found == arguments
+
+
+@pytest.mark.parametrize(("count", "rank", "index"), [(1, 3, 0), (4, 2, 2), (4, 5, 1), (4, None, 0)])
+def test_a_device_without_a_number_is_that_of_the_rank(
+    count: int, rank: int | None, index: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+    assert read_devices(["cuda", "cpu"], 1) == (torch.device("cuda", index), torch.device("cpu"))

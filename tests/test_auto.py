@@ -46,8 +46,8 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def choice_of(opt: BatchOptimizer) -> Choice:
     """How far the choice has come."""
-    assert opt._function.auto is not None
-    return opt._function.auto.choice
+    assert opt._function.policies.auto is not None
+    return opt._function.policies.auto.choice
 
 
 def parts(module: nn.Module) -> dict[str, Any]:
@@ -234,7 +234,7 @@ def test_with_state_in_workers_their_number_is_one_per_core_and_stays() -> None:
     case = mlp()
     hooked: dict[str, Any] = {"prehook": lambda worker, sample: None}
     with BatchOptimizer(**parts(Mlp().double()), **hooked) as opt:
-        assert opt._function.auto is None
+        assert opt._function.policies.auto is None
     with BatchOptimizer(**parts(Mlp().double())) as opt:
         opt.load(case.inputs, case.targets)
         expected = opt.evaluate()

@@ -140,3 +140,14 @@ def test_a_warning_is_of_the_users_line() -> None:
         opt.step(torch.rand(8, 2), torch.rand(8, 2))
         Reporter(0).idle(1, None, 2)
     assert [warning.filename for warning in caught] == [__file__, __file__]
+
+
+@pytest.mark.parametrize("verbose", [0, 1, 2])
+def test_what_was_decided_is_said_beside_the_bar_or_in_the_log(
+    verbose: int, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = Reporter(verbose)
+    report.decided("on %s: %d recorded", "cuda:0", 1)
+    report.close()
+    assert ("batchopt: on cuda:0: 1 recorded" in capsys.readouterr().err) == (verbose == 1)
+    assert [record.message for record in caplog.records] == ["on cuda:0: 1 recorded"] * (verbose == 2)

@@ -6,6 +6,7 @@ import difflib
 import functools
 import inspect
 import math
+import os
 from collections.abc import Callable, Collection, Sequence
 from numbers import Real
 from typing import Any, ParamSpec
@@ -141,7 +142,15 @@ def read_devices(devices: Any, parallelize: Any) -> tuple[torch.device, ...] | N
             raise ValueError(f"`devices` must be 'cpu' or 'cuda:<index>', got '{device}'")
         if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
             raise ValueError(f"`devices` has '{device}', and this machine has {torch.cuda.device_count()} CUDA devices")
-    return found
+    return tuple(map(_numbered, found))
+
+
+def _numbered(device: torch.device) -> torch.device:
+    """Return the device with its number: `cuda` alone is the one of this rank, if there are several of both."""
+    if device.type != "cuda" or device.index is not None:
+        return device
+    count = torch.cuda.device_count()
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % count if count > 1 else 0)
 
 
 def read_speeds(speeds: Any, workers: int | None) -> Speeds | None:

@@ -29,11 +29,12 @@ from batchopt.errors import BatchoptError, CompileError, WorkerError
 from batchopt_workers.compiled.form import Artifact, PackedPiece, PieceForm, Reply, Request, form_of, in_rows, packed
 from batchopt_workers.data.batch import Batch, Piece
 from batchopt_workers.data.packing import pack
+from batchopt_workers.graphs.rehearsal import obstacle_of
 from batchopt_workers.map.seeding import draws_kept
 from batchopt_workers.map.shortcuts import Differs
 from batchopt_workers.process.failures import names_of
 from batchopt_workers.process.messages import Cut
-from batchopt_workers.process.torch_settings import TorchSettings, module_hooks
+from batchopt_workers.process.torch_settings import TorchSettings
 
 if TYPE_CHECKING:
     from batchopt._function.engine import Engine
@@ -58,9 +59,9 @@ class Abandoned(BatchoptError):
 def abandon(engine: Engine, error: WorkerError) -> None:
     """Evaluate eagerly from now on, because a shortcut has found something else. Raises `Abandoned` in a step in which
     evaluations before went by it."""
-    if engine.compilation is not None:
-        engine.compilation.stop(engine, error)
-    what = "recorded" if engine.compilation is None else "compiled"
+    if engine.policies.compilation is not None:
+        engine.policies.compilation.stop(engine, error)
+    what = "recorded" if engine.policies.compilation is None else "compiled"
     warn(
         f"a {what} evaluation found something else than an eager one ({error.message}): evaluations are eager from "
         "here, and the step is made anew; does the loss depend on something that the module, the criterion and the "
@@ -138,7 +139,11 @@ class Compilation:
         """Have the workers evaluate by what there is for the program and the batch at hand. Raises `CompileError` if it
         `insists` and there is nothing."""
         step = engine.ready()
-        if not self.insists and engine.auto is not None and engine.auto.choice.phase is not Choosing.CHOSEN:
+        if (
+            not self.insists
+            and engine.policies.auto is not None
+            and engine.policies.auto.choice.phase is not Choosing.CHOSEN
+        ):
             return  # one thing at a time is measured
         target = self._target_of(engine, step)
         if target != self._target:
@@ -164,7 +169,7 @@ class Compilation:
                 )
             else:
                 self.phase = Stage.COMPILED
-                engine.observers.reporter.note("%s", self)
+                engine.observers.reporter.decided("%s", self)
 
     def stop(self, engine: Engine, error: WorkerError) -> None:
         """Evaluate eagerly from now on, because a compiled evaluation has found something else."""
@@ -247,7 +252,7 @@ class Compilation:
         self._use(engine, libraries)
         self.phase = Stage.COMPILED if self.insists else Stage.TIMING
         if self.insists:
-            engine.observers.reporter.note("%s", self)
+            engine.observers.reporter.decided("%s", self)
 
     def _keep(self, there: dict[PieceForm, Artifact | str], reply: Reply | str, target: Target) -> None:
         if isinstance(reply, str):
@@ -276,7 +281,7 @@ class Compilation:
     def _stay_eager(self, engine: Engine, reason: str) -> None:
         self._use(engine, {})
         self.phase, self.reason = Stage.EAGER, reason
-        engine.observers.reporter.note("%s", self)
+        engine.observers.reporter.decided("%s", self)
 
 
 def _pieces_of(step: Step, before: Pieces | None) -> Pieces:
@@ -329,14 +334,4 @@ def _obstacle(engine: Engine, step: Step, target: Target) -> str | None:
         return "the samples hold something that cannot be compared"
     if target.settings.autocast:
         return "autocast rounds more than compiled code would"
-    if target.settings.anomaly[0]:
-        return "torch detects anomalies"
-    if any(isinstance(found, dict) and found for found in module_hooks().values()):
-        return "there are hooks of all modules"
-    for name, part in module.named_modules():
-        if isinstance(part, torch.jit.ScriptModule):
-            return f"'{name}' was made by torch.jit"
-        for registry, found in vars(part).items():
-            if registry.endswith("_hooks") and registry.startswith(("_forward", "_backward")) and found:
-                return f"'{name}' has hooks"
-    return None
+    return obstacle_of(module)

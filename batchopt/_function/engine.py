@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -34,14 +34,15 @@ from batchopt._function.attempt import Attempt
 from batchopt._function.auto import Auto
 from batchopt._function.checks import cut_differences, locate_nonfinite, refuse_frequencies
 from batchopt._function.compilation import DIFFERS, Compilation, abandon
-from batchopt._function.fitting import sizes_of
+from batchopt._function.fitting import Fitting, sizes_of
 from batchopt._function.observer import Evaluated, Trial
 from batchopt._function.observers import Observers
 from batchopt._function.orders import answers_to
-from batchopt._function.policy import Policy, Recordings
+from batchopt._function.policy import Recordings
 from batchopt._function.prepared import PreparedBatch, with_denominators
 from batchopt._function.reader import BatchReader
 from batchopt._function.settings import Settings
+from batchopt._function.sizes import Sizes
 from batchopt._function.step import Counters, History, Rows, Rules, Step
 from batchopt._function.workers import Workers
 from batchopt._machine.ownership import Owner, exclusive, sole, undisturbed
@@ -61,6 +62,15 @@ from batchopt_workers.tasks.task import Task
 from batchopt_workers.worker import Hook
 
 T = TypeVar("T")
+
+
+class Policies(NamedTuple):
+    """The policies of an engine, in the order in which they are asked; None for what is not up to one."""
+
+    auto: Auto | None
+    sizes: Sizes | Fitting | None
+    compilation: Compilation | None
+    recordings: Recordings | None
 
 
 class Engine:
@@ -83,12 +93,12 @@ class Engine:
         self.history = History(counters or Counters(), [])
         self.step: Step | None = None
         self.attempt: Attempt | None = None  # the outermost of those that are going on
-        self.auto = Auto(subject, settings) if settings.automatic else None
-        self.compilation = Compilation(settings.compile is True) if settings.compile else None
-        self.sizes = sizes_of(settings, subject.x.device)
-        recordings = None if subject.x.is_cpu else Recordings()
-        decide = self.auto, self.sizes, self.compilation, recordings
-        self.policies: list[Policy] = [policy for policy in decide if policy is not None]
+        self.policies = Policies(
+            Auto(subject, settings) if settings.automatic else None,
+            sizes_of(settings, subject.x.device),
+            Compilation(settings.compile is True) if settings.compile else None,
+            None if subject.x.is_cpu else Recordings(),
+        )
 
     # ---- state
 
@@ -181,7 +191,9 @@ class Engine:
             counters, *others = self.history
             number = counters.steps + 1
             self.history = History(counters.begun(number), *others)
-            given = self.settings.chunk_size if self.sizes is None else self.sizes.size_for(batch.size)
+            given = (
+                self.settings.chunk_size if self.policies.sizes is None else self.policies.sizes.size_for(batch.size)
+            )
             chunk_size = choose_chunk_size(batch.size, given, self.settings.deterministic)
             plan = workers.plan(batch.size, chunk_size)
             chunks = plan.cut.chunks
@@ -192,8 +204,8 @@ class Engine:
             # samples that move to another worker are read again; with fixed chunks those are few
             moves = movable and (chunk_size is not None or not batch.is_kept)
             self.step = Step(number, batch, weights, chunk_size, plan, moves, rows)
-        if self.auto is not None and self.rules.adapts:
-            self.auto.loaded(batch.size, time.perf_counter() - began)
+        if self.policies.auto is not None and self.rules.adapts:
+            self.policies.auto.loaded(batch.size, time.perf_counter() - began)
         if self.rules.checks_cut and len(plan.cut.bounds) > 2:
             self._check_cut(plan.cut)
 
@@ -221,9 +233,10 @@ class Engine:
         reduce: Callable[[Sequence[Answer]], torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Return f at X (0-dim, float64) and set df/dX, by `map` and `reduce` or what overrides them."""
-        if self.policies and self.rules.adapts:
+        if self.rules.adapts:
             for policy in self.policies:
-                policy.before(self)
+                if policy is not None:
+                    policy.before(self)
         owner, began = self._owner, time.perf_counter()
         outer = owner.doing
         try:
@@ -264,9 +277,10 @@ class Engine:
             observers.evaluated(Evaluated(number, batch, loss, terms, answers, bounds, began, mapped, ended))
         if observers.trials is not None:
             observers.trials.evaluated(loss, terms)
-        if self.policies and self.rules.adapts:
+        if self.rules.adapts:
             for policy in self.policies:
-                policy.took(self, time.perf_counter() - began)
+                if policy is not None:
+                    policy.took(self, time.perf_counter() - began)
 
     @undisturbed
     def map(self) -> Sequence[Answer]:
@@ -294,7 +308,7 @@ class Engine:
             except WorkerError as error:
                 if error.kinds[:1] == DIFFERS:
                     abandon(self, error)  # and now without it
-                elif self.sizes is None or not self.sizes.shrinks(self, error, plan.cut):
+                elif self.policies.sizes is None or not self.policies.sizes.shrinks(self, error, plan.cut):
                     raise
                 step = self.loaded()
                 plan = step.plan
@@ -315,8 +329,8 @@ class Engine:
     def _keep_chunks(self, plan: Plan) -> None:
         """Let the step's chunks not move any more, as numbers were drawn: other chunks would draw others."""
         step = self.step
-        if self.sizes is not None:
-            self.sizes.keep(self.loaded())
+        if self.policies.sizes is not None:
+            self.policies.sizes.keep(self.loaded())
         if step is not None and plan is step.plan and step.movable and step.chunk_size is None:
             self.step = step._replace(movable=False)
 
@@ -528,22 +542,22 @@ class Engine:
     def freeze_workers(self) -> None:
         """Keep the number of workers from now on, if it is chosen automatically: they may have state of the user's."""
         self.check_open()
-        if self.auto is not None:
-            self.auto.freeze_workers(self)
+        if self.policies.auto is not None:
+            self.policies.auto.freeze_workers(self)
 
     @sole
     def resize(self, parallelize: int | str, speeds: Sequence[float] | None) -> None:
         """Change the number of workers; a batch has to be loaded again."""
         self.check_open()
-        automatic = self.auto is not None and parallelize == "auto" and speeds is None
+        automatic = self.policies.auto is not None and parallelize == "auto" and speeds is None
 
         def between_steps() -> None:
             self.end_step()
             self.forget()
 
         self.workers.resize(1 if automatic else parallelize, speeds, between_steps)
-        if self.auto is not None:
-            self.auto.resized(self, automatic)
+        if self.policies.auto is not None:
+            self.policies.auto.resized(self, automatic)
 
     def use(self, workers: int, threads: int | None, step: Step | None = None) -> None:
         """Evaluate by another number of workers and threads, and continue this step there; without one, a batch has
@@ -568,8 +582,8 @@ class Engine:
         if not self.workers.closed:
             self.end_step()
             self.observers.close()
-            if self.compilation is not None:
-                self.compilation.close()
+            if self.policies.compilation is not None:
+                self.policies.compilation.close()
             self.workers.close()
             self.history = self.history._replace(outputs=None)
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def answers_to(engine: Engine, task: Task, batch: Batch, kind: Kind, cut: Cut | None) -> tuple[Plan, Answers]:
     """Return the plan and the answers of a task that the workers have begun; `cut`: as it is to be cut, None as
     evaluations are."""
-    workers, sizes = engine.workers, engine.sizes
+    workers, sizes = engine.workers, engine.policies.sizes
     while True:
         plan = _plan(engine, task, batch, cut)
         order = plan.order(workers.number(), engine.history.counters.steps, kind)
@@ -38,5 +38,5 @@ def _plan(engine: Engine, task: Task, batch: Batch, cut: Cut | None) -> Plan:
     settings, speeds = engine.settings, engine.workers.speeds_of_tasks
     if cut is not None:
         return plan_of(cut, speeds)
-    given = settings.chunk_size if engine.sizes is None else engine.sizes.size_for(batch.size)
+    given = settings.chunk_size if engine.policies.sizes is None else engine.policies.sizes.size_for(batch.size)
     return make_plan(batch.size, choose_chunk_size(batch.size, given, settings.deterministic), speeds)

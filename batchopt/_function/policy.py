@@ -1,21 +1,18 @@
-"""Policies: decisions, made between evaluations and by their times, about how the next ones are made."""
+"""Policies decide, between evaluations and by their times, how the next ones are made. Each has two methods:
+
+- `before(engine)` does what is due before an evaluation;
+- `took(engine, seconds)` counts the time of one.
+
+Their decisions may change the engine's workers (`auto`), chunks (`sizes`, `fitting`), or what these evaluate by
+(`compilation`).
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from batchopt._function.engine import Engine
-
-
-class Policy(Protocol):
-    """A policy of an engine; its decisions may change the engine's workers, chunks, or what they evaluate by."""
-
-    def before(self, engine: Engine) -> None:
-        """Do what is due before an evaluation."""
-
-    def took(self, engine: Engine, seconds: float) -> None:
-        """Count the time of an evaluation."""
 
 
 class Recordings:
@@ -26,11 +23,11 @@ class Recordings:
         self._said: str | None = None
 
     def before(self, engine: Engine) -> None:
-        """See `Policy.before`."""
+        """Do nothing."""
 
     def took(self, engine: Engine, seconds: float) -> None:
-        """See `Policy.took`."""
+        """Say it if it has changed."""
         now = engine.workers.infos[0].graph
         if now != self._said:
             self._said = now
-            engine.observers.reporter.note("on %s: %s", engine.subject.x.device, now)
+            engine.observers.reporter.decided("on %s: %s", engine.subject.x.device, now)

@@ -88,8 +88,8 @@ def prepared(engine: Engine, batches: Iterable[Any]) -> Generator[PreparedBatch,
     began, ahead = time.perf_counter(), Ahead(_turns_of(batches), prepare)
     for turn, found, specs in ahead:
         batch = PreparedBatch(engine, found, specs, batches, turn)
-        if engine.auto is not None:
-            engine.auto.waited(time.perf_counter() - began)
+        if engine.policies.auto is not None:
+            engine.policies.auto.waited(time.perf_counter() - began)
         with engine.observers.including(ReadsAhead(ahead)):
             try:
                 yield batch

@@ -110,9 +110,13 @@ class Reporter(Observer):
 
     def chosen(self, configuration: object, reason: str) -> None:
         """Report the choice of `parallelize="auto"`."""
+        self.decided("parallelize='auto' is %s: %s", configuration, reason)
+
+    def decided(self, message: str, *arguments: object) -> None:
+        """Say what was decided about evaluations: beside the bar, or in the log."""
         if self.verbose == 1:
-            ProgressBar.write(f"batchopt: parallelize='auto' is {configuration}: {reason}", file=sys.stderr)
-        self.note("parallelize='auto' is %s: %s", configuration, reason)
+            ProgressBar.write(f"batchopt: {message % arguments}", file=sys.stderr)
+        self.note(message, *arguments)
 
     def note(self, message: str, *arguments: object) -> None:
         """Log an informative message at `verbose=2`."""

@@ -61,12 +61,15 @@ class Sizes:
         self._use(engine, self._best[1])
         self.chosen = True
         what = "a worker's share" if self.present is None else f"{self.present} samples"
-        engine.observers.reporter.note("chunks of %s", what)
+        engine.observers.reporter.decided("chunks of %s", what)
 
     def took(self, engine: Engine, seconds: float) -> None:
         """Count the time of an evaluation, unless something else is being measured."""
-        settled = engine.auto is None or engine.auto.choice.phase is Choosing.CHOSEN
-        compiled = engine.compilation is None or engine.compilation.phase in (Stage.EAGER, Stage.COMPILED)
+        settled = engine.policies.auto is None or engine.policies.auto.choice.phase is Choosing.CHOSEN
+        compiled = engine.policies.compilation is None or engine.policies.compilation.phase in (
+            Stage.EAGER,
+            Stage.COMPILED,
+        )
         if not self.chosen and settled and compiled:
             self._seconds.append(seconds)
 

@@ -59,8 +59,8 @@ class SerialBackend(Backend):
         self._worker.module, self._worker.criterion = setup.program.module, setup.program.criterion
         self._snapshot = snapshot_of(setup.program, hooks=False)
         self._evaluator = Evaluator(setup.program, self._worker, setup.parameters, setup.buffers)
-        # what brings a batch of the CPU to a module on a card
-        self._placing = self._evaluator.walk.place = None if device.type == "cpu" else Placing(device)
+        if device.type != "cpu":
+            self._evaluator.walk.place = Placing(device)  # of a batch that is on the CPU
         self._watch()
         self._version = object()
         self._output, self._mode = MemoryOutput(), setup.mode
@@ -134,8 +134,8 @@ class SerialBackend(Backend):
         if loaded is None or not loaded.follow(prepared.batch):
             loaded = LoadedBatch(prepared.batch)
         evaluator.loaded, evaluator.loss.weights = loaded, weights
-        if self._placing is not None:
-            self._placing.forget()
+        if self._evaluator.walk.place is not None:
+            self._evaluator.walk.place.forget()
         self._follow()
 
     def begin_task(self, task: Task, batch: Batch | None, follow: bool) -> bool:
@@ -144,14 +144,14 @@ class SerialBackend(Backend):
             batch = batch.realigned()
         self._evaluator.tasks.begin(task, batch)
         self._output = self._evaluator.tasks.output = MemoryOutput()
-        if self._placing is not None:
-            self._placing.keeps = False
+        if self._evaluator.walk.place is not None:
+            self._evaluator.walk.place.keeps = False
         return changed
 
     def end_task(self) -> None:
         self._evaluator.tasks.end()
-        if self._placing is not None:
-            self._placing.keeps = True
+        if self._evaluator.walk.place is not None:
+            self._evaluator.walk.place.keeps = True
 
     def collected(self, columns: Sequence[Column], samples: int) -> list[torch.Tensor]:
         found, self._output.tensors = self._output.tensors, []  # the caller's alone
@@ -177,8 +177,8 @@ class SerialBackend(Backend):
         else:
             if evaluator.cut is not cut:
                 evaluator.cut = cut
-                if self._placing is not None:
-                    self._placing.forget()
+                if self._evaluator.walk.place is not None:
+                    self._evaluator.walk.place.forget()
             if self._mode.outputs:
                 self._output = evaluator.outputs = MemoryOutput()
             if last_one is not None and into is not None and last - first == 1:

@@ -399,6 +399,24 @@ def test_an_error_of_the_loss_is_the_users(recorded: list[Any], device: torch.de
             opt.evaluate()
 
 
+class Touchy(Net):
+    """Draws in NumPy, and will not be looked at."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        factor = float(np.random.rand())
+        if torch._C._len_torch_dispatch_stack():
+            raise RuntimeError("somebody is looking")
+        return super().forward(x) * factor
+
+
+@pytest.mark.filterwarnings("ignore:.*normalises by the statistics", "ignore:.*BatchNorm")
+def test_what_will_not_be_looked_at_goes_on_as_if_nobody_had_tried(recorded: list[Any], device: torch.device) -> None:
+    expected, _ = history(device, False, CHANGES["nothing"], Touchy)
+    found, says = history(device, True, CHANGES["nothing"], Touchy)
+    same(found, expected)
+    assert "cannot be looked at" in says
+
+
 def test_batches_of_many_sizes_are_not_all_recorded(recorded: list[Any], device: torch.device) -> None:
     x, y = data()
     found = []

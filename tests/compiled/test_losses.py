@@ -87,7 +87,7 @@ def assert_compiled_is_eager(module: nn.Module, loss: Any, x: torch.Tensor, y: A
         expected = values(opt)
     with BatchOptimizer(module, **options, compile="auto") as opt:
         opt.load(x, y)
-        compilation = opt._function.compilation
+        compilation = opt._function.policies.compilation
         assert compilation is not None
         found = values(opt)
         if compilation._compiler is not None:

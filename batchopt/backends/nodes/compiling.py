@@ -76,7 +76,7 @@ class Libraries:
 
 
 class NodesCompiler:
-    """What compiles on all nodes: see `Compiling`."""
+    """The compilers of all nodes, as one: see `Compiling`."""
 
     def __init__(self, begin: Callable[[Request], None], ask: Callable[[], list[Reply | str | None]]) -> None:
         """`begin` has the nodes carry out a request; `ask` returns what each of them has."""

@@ -12,10 +12,12 @@ random numbers from the same generator, and is dropped when anything else that f
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from batchopt_workers.compiled.form import PieceForm, arguments_of, form_of
@@ -23,6 +25,8 @@ from batchopt_workers.data.batch import Piece
 from batchopt_workers.data.structures import map_tensors, tensors_in
 from batchopt_workers.graphs.recording import Recording
 from batchopt_workers.graphs.rehearsal import Rehearsal, obstacle_of
+from batchopt_workers.map.module_state import ModuleState
+from batchopt_workers.map.program import Program
 from batchopt_workers.map.record import Record
 from batchopt_workers.map.seeding import generator_states, set_torch_states, torch_states
 from batchopt_workers.map.shortcuts import Comparison, Differs, Eager, Schedule, examined
@@ -65,8 +69,9 @@ class Graph:
 
     def __call__(self, piece: Sequence[torch.Tensor]) -> torch.Tensor:
         """Evaluate the piece with these tensors."""
-        with torch.no_grad():
-            torch._foreach_copy_(self._inputs, [tensor.detach() for tensor in piece])
+        if self._inputs:
+            with torch.no_grad():
+                torch._foreach_copy_(self._inputs, [tensor.detach() for tensor in piece])
         self._recording.replay()
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient
@@ -109,6 +114,20 @@ def _settings() -> tuple[object, ...]:
     return TorchSettings.current(), own, kernels
 
 
+class Subject(NamedTuple):
+    """The program that is evaluated, X's parameters, and the state that a forward may write."""
+
+    program: Program
+    parameters: Sequence[torch.Tensor]
+    state: ModuleState
+
+    @property
+    def roots(self) -> dict[str, object]:
+        """The parts that f depends on, by name."""
+        program = self.program
+        return {"module": program.module, "criterion": program.criterion, "loss_fns": program.loss_fns}
+
+
 class Graphs:
     """The graphs for a program on one device: see `Shortcuts`. `reason`: why pieces were evaluated eagerly last.
 
@@ -116,17 +135,9 @@ class Graphs:
     change of the program: recording takes as long as tens of evaluations.
     """
 
-    def __init__(
-        self,
-        roots: Mapping[str, object],
-        module: torch.nn.Module,
-        parameters: Sequence[torch.Tensor],
-        state: Callable[[], Sequence[torch.Tensor]],
-        recording: Callable[[], Recording],
-    ) -> None:
-        """`state`: returns the tensors that the module may write."""
-        self._roots, self._module, self._parameters = roots, module, parameters
-        self._state, self._recording = state, recording
+    def __init__(self, subject: Subject, recording: Callable[[], Recording]) -> None:
+        """`recording`: makes a new one."""
+        self._subject, self._recording = subject, recording
         self._schedule, self._patience = Schedule(), 1
         self._circumstances: Circumstances | None = None  # of all graphs that there are
         self._graphs: dict[Key, Graph] = {}
@@ -189,25 +200,26 @@ class Graphs:
 
     def _first(self, key: Key, piece: Piece, eager: Eager) -> torch.Tensor | None:
         """Evaluate a piece of a form for which there is no graph yet, and record one if that is possible."""
-        obstacle = obstacle_of(self._module)
+        parameters = self._subject.parameters
+        obstacle = obstacle_of(self._subject.program.module)
         if obstacle is not None:
             self._stop(obstacle)
             return None
         try:
-            circumstances = self._circumstances or Circumstances(self._roots, self._parameters)
+            circumstances = self._circumstances or Circumstances(self._subject.roots, parameters)
         except ValueError as error:
             self._stop(str(error))
             return None
-        start = _Start(self._state())
+        start = _Start(self._subject.state.tensors)
         try:
-            with Rehearsal(self._parameters[0].device) as rehearsal:
+            with Rehearsal(parameters[0].device) as rehearsal:
                 value = eager(piece)
         except torch.OutOfMemoryError:
-            start.restore(self._parameters)
+            start.restore(parameters)
             raise
         except Exception as error:
             let_through(error)
-            start.restore(self._parameters)
+            start.restore(parameters)
             self._stop(f"it cannot be looked at: {type(error).__name__}")
             return None  # if it was the user's, it is raised again
         obstacle = rehearsal.obstacle or start.obstacle
@@ -216,13 +228,13 @@ class Graphs:
         if obstacle is not None:
             self._stop(obstacle)
             return value
-        start.restore(self._parameters)
+        start.restore(parameters)
         try:
-            graph = Graph(piece, eager, self._parameters, self._recording())
-            start.restore(self._parameters)
+            graph = Graph(piece, eager, parameters, self._recording())
+            start.restore(parameters)
             found = self._examined(graph, piece, eager)
         except (RuntimeError, Differs) as error:
-            start.restore(self._parameters)
+            start.restore(parameters)
             self._stop(f"it cannot be recorded: {str(error).splitlines()[0]}")
             return None
         del self._seen[key]
@@ -231,7 +243,8 @@ class Graphs:
 
     def _examined(self, graph: Graph, piece: Piece, eager: Eager) -> torch.Tensor:
         call = partial(graph, [*tensors_in(arguments_of(piece))])
-        return examined(call, partial(eager, piece), self._parameters, self._state(), graph.comparison)
+        parameters, state = self._subject.parameters, self._subject.state
+        return examined(call, partial(eager, piece), parameters, state.tensors, graph.comparison)
 
     # ---- the end
 
@@ -250,12 +263,13 @@ class _Start:
 
     def __init__(self, state: Sequence[torch.Tensor]) -> None:
         self._state = [(own, own.detach().clone()) for own in state]
-        self._torch, self._others = torch_states(), generator_states()[:2]
+        self._torch, self._others = torch_states(), (np.random.get_state(legacy=False), random.getstate())
+        self._seen = generator_states()[:2]
 
     @property
     def obstacle(self) -> str | None:
         """Anything that an evaluation since has done, and a graph would not do."""
-        if generator_states()[:2] != self._others:
+        if generator_states()[:2] != self._seen:
             return "it draws from the generators of NumPy or Python"
         return None
 
@@ -265,5 +279,7 @@ class _Start:
             for own, before in self._state:
                 own.detach_().copy_(before) if own.grad_fn is not None else own.copy_(before)
         set_torch_states(self._torch)
+        np.random.set_state(self._others[0])
+        random.setstate(self._others[1])
         for parameter in parameters:
             parameter.grad = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ import torch
 from batchopt_workers.data.batch import Batch, Columns, Piece
 from batchopt_workers.data.collation import Collation
 from batchopt_workers.data.items import Unreadable
+from batchopt_workers.data.placing import Placing
 from batchopt_workers.map.module_state import ModuleState
 from batchopt_workers.map.seeding import Draws
 from batchopt_workers.map.side_effects import SideEffectWatch
@@ -125,7 +126,7 @@ class Walk:
     def __init__(self, worker: Worker, seed: int, state: ModuleState, parameters: Sequence[torch.Tensor]) -> None:
         self.worker, self.state, self.draws = worker, state, Draws(seed)
         self.effects = SideEffectWatch(worker, state, parameters)
-        self.place: Callable[[Piece], Piece] | None = None
+        self.place: Placing | None = None
         self.is_mirror = False
         self.current = range(0)
         self.chunk = -1

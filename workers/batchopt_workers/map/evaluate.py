@@ -11,7 +11,7 @@ from batchopt_workers.compiled.form import Artifact
 from batchopt_workers.compiled.run import CompiledPieces, Sources
 from batchopt_workers.data.batch import Batch, Piece
 from batchopt_workers.data.layout import Layout
-from batchopt_workers.graphs.graphs import Graphs
+from batchopt_workers.graphs.graphs import Graphs, Subject
 from batchopt_workers.graphs.recording import RECORDINGS
 from batchopt_workers.map.chunk import LoadedBatch, Walk
 from batchopt_workers.map.gradient import GradientWork, PieceLoss
@@ -45,8 +45,8 @@ class Evaluator:
         self.walk = Walk(worker, program.seed, state, parameters)
         self.loss = PieceLoss(program, worker, self.walk)
         self.tasks = TaskRunner(self.walk, program.module, parameters)
-        self._gradient = GradientWork(self.loss, self.walk, parameters, state)
-        self._module, self._parameters, self._state, self._program = program.module, parameters, state, program
+        self._gradient = GradientWork(self.loss, self.walk, parameters)
+        self._program, self._parameters = program, parameters
         self.graphs: Graphs | None = None  # of what is evaluated on a card
         self.record_again()
         self._loaded: LoadedBatch | None = None
@@ -99,7 +99,7 @@ class Evaluator:
     def compile(self, artifacts: Sequence[Artifact], tensors: Sequence[torch.Tensor]) -> None:
         """Evaluate pieces by these artifacts where they serve; `tensors`: those of the program, in the order in which
         it was packed. Without artifacts, evaluate all eagerly."""
-        sources = Sources(self._parameters, self._state.tensors, tensors)
+        sources = Sources(self._parameters, self.walk.state.tensors, tensors)
         self._gradient.shortcuts = CompiledPieces(artifacts, sources) if artifacts else self.graphs
 
     def record_again(self) -> None:
@@ -108,11 +108,7 @@ class Evaluator:
         recording = RECORDINGS.get(device.type) if program.graphs else None
         self.graphs = None
         if recording is not None:
-            roots = {"module": program.module, "criterion": program.criterion, "loss_fns": program.loss_fns}
-            state = self._state
-            self.graphs = Graphs(
-                roots, program.module, self._parameters, lambda: state.tensors, partial(recording, device)
-            )
+            self.graphs = Graphs(Subject(program, self._parameters, self.walk.state), partial(recording, device))
         self._gradient.shortcuts = self.graphs
 
     @property
@@ -152,7 +148,7 @@ class Evaluator:
         squares = squares_of(objective.criterion, objective.loss_fn)
         assert squares is not None  # otherwise the parent does not request residuals
         if jacobian is None or not jacobian.serves(squares, self._parameters):
-            jacobian = self._jacobians[term] = Jacobian(self._module, self._parameters, squares)
+            jacobian = self._jacobians[term] = Jacobian(self._program.module, self._parameters, squares)
         sample = self.loss.sample(piece, term)
         samples = None if self.tasks.loaded.batch.parts[piece.term].one_by_one else len(piece.indices)
         return PieceResiduals(jacobian, sample.inputs, sample.targets, samples, piece.indices, piece.sample_weight)
@@ -165,12 +161,12 @@ class Evaluator:
         that is so much `later`. The posthook does not run."""
         is_cut_so = batch is None and self.loaded.cut.bounds == cut.bounds  # then its cache can be used
         loaded = self.loaded if is_cut_so else LoadedBatch(batch or self.loaded.batch, cut, keeps=False)
-        work = GradientWork(self.loss, self.walk, self._parameters, self._state, hooks=False)
+        work = GradientWork(self.loss, self.walk, self._parameters, hooks=False)
         if gradient:
             work.shortcuts = None if self.graphs is not None else self._gradient.shortcuts
             layout = Layout.of((("", parameter) for parameter in self._parameters), self._parameters[0].dtype)
             count = most_held(0, cut.chunks, cut.chunks)
-            work.rows = Rows(layout, self._state.size, count, device=self.worker.device)
+            work.rows = Rows(layout, self.walk.state.size, count, device=self.worker.device)
         sums = Sums(-1, cut.chunks)
         for _ in run(self.walk, work, loaded, Order(-1, step + later, 0, cut.chunks), sums):
             pass

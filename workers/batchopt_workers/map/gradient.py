@@ -9,7 +9,6 @@ import torch
 
 from batchopt_workers.data.batch import Piece
 from batchopt_workers.map.chunk import LoadedBatch, Walk
-from batchopt_workers.map.module_state import ModuleState
 from batchopt_workers.map.objective import Objective
 from batchopt_workers.map.program import Program
 from batchopt_workers.map.shortcuts import Shortcuts
@@ -74,14 +73,12 @@ class GradientWork:
 
     drew = False
 
-    def __init__(
-        self, loss: PieceLoss, walk: Walk, parameters: Sequence[torch.Tensor], state: ModuleState, hooks: bool = True
-    ) -> None:
+    def __init__(self, loss: PieceLoss, walk: Walk, parameters: Sequence[torch.Tensor], hooks: bool = True) -> None:
         self.rows: Rows | None = None
         self.outputs: Output | None = None
         self.shortcuts: Shortcuts | None = None  # by which pieces are evaluated, where hooks and outputs allow it
         self._defers = parameters[0].device.type != "cpu"  # reading a loss: a card goes on meanwhile
-        self._loss, self._walk, self._parameters, self._state = loss, walk, parameters, state
+        self._loss, self._walk, self._parameters = loss, walk, parameters
         self._hooks, self._collects_early = hooks, is_large(parameters)
         self._looked: tuple[int, bool] | None = None  # the step, and `hooked`, for which `drew` was found out
         self.paired: bool | None = None  # the `hooked` for which outputs and targets of the batch were compared
@@ -133,8 +130,8 @@ class GradientWork:
         self.paired = hooked
         if looks:
             self._looked, self.drew = (step, hooked), draws.found
-        if row is not None and self._state.size:
-            self._state.changes(row.changes, loaded.chunk(chunk).share, chunk == 0)
+        if row is not None and self._walk.state.size:
+            self._walk.state.changes(row.changes, loaded.chunk(chunk).share, chunk == 0)
         for view, was_used in zip(row.views, used, strict=True) if row is not None and 0 in used else ():
             if not was_used:
                 view.zero_()
