@@ -69,6 +69,7 @@ def _built() -> Path:
     key = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode() + sys.version.encode()).hexdigest()[:16]
     place = Path(tempfile.gettempdir()) / f"batchopt-card-{os.getuid()}"
     place.mkdir(mode=0o700, exist_ok=True)
+    assert place.stat().st_uid == os.getuid(), f"{place} holds what will run here, and is another user's"
     found = place / f"card-{key}.so"
     if not found.exists():
         root = Path(torch.__file__).parent
@@ -77,7 +78,11 @@ def _built() -> Path:
             options = ["-std=c++20", "-O0", "-fPIC", "-shared", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"]
             paths = [f"-I{root}/include", f"-I{root}/include/torch/csrc/api/include", f"-L{root}/lib"]
             command = [compiler, *options, *paths, str(SOURCE), "-o", file.name, "-ltorch_cpu", "-lc10"]
-            subprocess.run(command, check=True, timeout=300)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        if done.returncode:
+            os.unlink(file.name)
+            assert tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13), done.stderr[-4000:]
+            pytest.skip(f"the simulated card cannot be built for torch {torch.__version__}")
         os.replace(file.name, found)
     return found
 
