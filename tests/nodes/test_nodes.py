@@ -230,8 +230,16 @@ def test_a_lost_node_is_replaced() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("losses")
-def test_a_failure_of_the_users_code_names_the_first_samples() -> None:
+def test_a_failure_of_the_users_code_names_the_first_samples(tmp_path: Path) -> None:
+    failed = tmp_path / "the first have failed"
+
     def refuse(worker: Worker, sample: Sample) -> None:
+        if sample.indices.start == 0:
+            failed.touch()
+        until = time.monotonic() + 30
+        while not failed.exists() and time.monotonic() < until:
+            time.sleep(0.01)
+        time.sleep(0.3 if sample.indices.start else 0.0)  # that is reported meanwhile
         raise ZeroDivisionError(str(sample.indices.start))
 
     case = mlp(samples=96)
@@ -239,6 +247,7 @@ def test_a_failure_of_the_users_code_names_the_first_samples() -> None:
         for _ in range(3):
             with pytest.raises(WorkerError, match=r"ZeroDivisionError in worker 0, samples 0\.\.3: 0"):
                 opt.step(case.inputs, case.targets)
+            failed.unlink()
 
 
 class Shy:
