@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
-from functools import cache
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 
@@ -25,7 +25,7 @@ class Recording(Protocol):
 class CudaRecording:
     """A CUDA graph: https://docs.nvidia.com/cuda/cuda-programming-guide, section "CUDA Graphs".
 
-    All graphs of a process share one pool of memory, since one is replayed at a time. Random numbers are drawn as by
+    All graphs of a device share one pool of memory, since one is replayed at a time. Random numbers are drawn as by
     the function itself: torch gives a replay the current seed and offset of the default generator, and moves it on.
     """
 
@@ -43,8 +43,11 @@ class CudaRecording:
         before = generator.clone_state()
         try:
             # what other threads do meanwhile, such as pinning memory for the next batch, does not concern the graph
-            with torch.cuda.graph(self._graph, pool=_pool(), stream=aside, capture_error_mode="thread_local"):
-                return function()
+            pool = Pool.of(self._device)
+            with torch.cuda.graph(self._graph, pool=pool.handle, stream=aside, capture_error_mode="thread_local"):
+                found = function()
+            pool.users.add(self)
+            return found
         except BaseException:
             generator.graphsafe_set_state(before)  # the old one may still believe that it is being captured
             raise
@@ -54,9 +57,23 @@ class CudaRecording:
         self._graph.replay()
 
 
-@cache
-def _pool() -> Any:
-    return torch.cuda.graph_pool_handle()
+class Pool:
+    """The memory that the graphs of a device share, as long as one of them lives: torch refuses a pool that had users,
+    and has none left."""
+
+    _of: ClassVar[dict[torch.device, Pool]] = {}
+
+    def __init__(self) -> None:
+        self.handle: Any = torch.cuda.graph_pool_handle()
+        self.users: weakref.WeakSet[object] = weakref.WeakSet()
+
+    @classmethod
+    def of(cls, device: torch.device) -> Pool:
+        """Return the pool of a device, a new one if the last has no users."""
+        found = cls._of.get(device)
+        if found is None or not found.users:
+            found = cls._of[device] = cls()
+        return found
 
 
 # How work is recorded, by the type of device.
