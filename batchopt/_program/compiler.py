@@ -135,16 +135,18 @@ class Compiler:
         assert not self.is_busy
         request = request._replace(directory=str(directory()))
         reply = _known(request)
-        self._found = [] if reply is None else [reply]
+        self._found = found = list[Reply | str]([] if reply is None else [reply])
         if reply is None:
-            self._start()
-            self._thread = threading.Thread(target=self._exchange, args=(request,), daemon=True)
+            # with a list of its own: what is closed meanwhile does not answer the next request
+            arguments = request, self._started(), self._stderr, found
+            self._thread = threading.Thread(target=_exchange, args=arguments, daemon=True)
             self._thread.start()
 
-    def _start(self) -> None:
+    def _started(self) -> subprocess.Popen[bytes]:
+        """Return the process, which is started if there is none."""
         if self._process is not None and self._process.poll() is None:
-            return
-        self.close()
+            return self._process
+        self._end()
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(directory() / "inductor"), "OMP_NUM_THREADS": "1"}
         self._stderr = tempfile.TemporaryFile()  # closed with this object
         self._process = subprocess.Popen(
@@ -156,20 +158,7 @@ class Compiler:
             start_new_session=True,
         )
         self._end = weakref.finalize(self, _end, self._process, self._stderr, os.getpid())
-
-    def _exchange(self, request: Request) -> None:
-        process = self._process
-        assert process is not None and process.stdin is not None and process.stdout is not None
-        try:
-            process.stdin.write(pickle.dumps(request))
-            process.stdin.flush()
-            found: Any = pickle.load(process.stdout)
-        except (OSError, EOFError, ValueError, pickle.UnpicklingError):
-            found = f"the process that compiles has ended: {_last_line(self._stderr)}"
-        if isinstance(found, Reply):
-            found = _checked(found)
-            _found[request] = found
-        self._found.append(found)
+        return self._process
 
     @property
     def is_busy(self) -> bool:
@@ -190,6 +179,23 @@ class Compiler:
         """See `Compiling.close`."""
         self._end()
         self._process, self._thread, self._found = None, None, []
+
+
+def _exchange(
+    request: Request, process: subprocess.Popen[bytes], stderr: IO[bytes] | None, replies: list[Reply | str]
+) -> None:
+    """Have a request carried out, and add the reply."""
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        process.stdin.write(pickle.dumps(request))
+        process.stdin.flush()
+        found: Any = pickle.load(process.stdout)
+    except (OSError, EOFError, ValueError, pickle.UnpicklingError):
+        found = f"the process that compiles has ended: {_last_line(stderr)}"
+    if isinstance(found, Reply):
+        found = _checked(found)
+        _found[request] = found
+    replies.append(found)
 
 
 def _last_line(stderr: IO[bytes] | None) -> str:

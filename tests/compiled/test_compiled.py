@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,8 @@ from torch import nn
 import batchopt
 from batchopt import BatchoptError, BatchOptimizer, CompileError
 from batchopt._program import compiler
+from batchopt_workers.compiled.form import Request
+from batchopt_workers.process.torch_settings import TorchSettings
 from tests.compiled import ambient
 
 X = torch.linspace(-2.0, 2.0, 20 * 3, dtype=torch.float64).reshape(20, 3).sin()
@@ -348,3 +351,21 @@ def test_autocast_is_eager() -> None:
         opt.load(X, Y)
         opt.evaluate()
         assert "eager (autocast rounds" in repr(opt)
+
+
+def test_what_was_closed_does_not_answer_the_next_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_next = threading.Event()
+    monkeypatch.setattr(compiler, "_last_line", lambda stderr: str(is_next.wait(60)))
+    nothing = Request(b"no program", (), (), (), TorchSettings.current(), 1)
+    found = compiler.Compiler()
+    try:
+        found.request(nothing)
+        first = found._thread
+        assert first is not None
+        found.close()
+        found.request(nothing._replace(program=b"another one"))
+        is_next.set()
+        first.join(60)
+        assert "has ended" not in str(found.reply(waits=False))
+    finally:
+        found.close()
