@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 # Samples of the two chunks by which it is measured: 1/PART of the batch and MORE times as many, at least LEAST.
 PART, MORE, LEAST = 256, 4, 32
-# As a capacity: chunks are not cut, whatever they take.
-ANY = sys.maxsize
 # Fraction of the free memory that chunks may take: a recorded evaluation has as much again as an eager one, by which it
 # is compared.
 FRACTION = 0.45
@@ -45,6 +43,7 @@ class Fitting:
     def __init__(self, memory: DeviceMemory) -> None:
         self.capacity: int | None = None
         self._memory = memory
+        self._may_cut: bool | None = None  # whether f is the same then; None: a batch has to be looked at
         self._kept = -1  # the step whose chunks are kept
 
     def size_for(self, samples: int) -> int | None:
@@ -59,11 +58,11 @@ class Fitting:
         if self.capacity is not None or step is None or step.ended:
             return
         small = max(LEAST, step.batch.size // PART)
-        if step.batch.size < 2 * MORE * small:
+        if self._may_cut is None and step.batch.size > 1:
+            self._may_cut = not self._depends_on_the_cut(engine, min(small, step.batch.size // 2))
+        if not self._may_cut or step.batch.size < 2 * MORE * small:
             return
-        self.capacity = ANY
-        if self._depends_on_the_cut(engine, small):
-            return
+        self.capacity = sys.maxsize
         try:
             one, more = (self._taken_by(engine, step, size) for size in (small, MORE * small))
         except WorkerError:  # the loss cannot be evaluated on a part of the batch
@@ -82,11 +81,10 @@ class Fitting:
     def shrinks(self, engine: Engine, error: WorkerError, cut: Cut) -> bool:
         """After an error with this cut tell whether it was lack of memory, and chunks are smaller now."""
         step, largest = engine.step, max(stop - start for start, stop in pairwise(cut.bounds))
-        if error.kinds[:1] != _OUT_OF_MEMORY or largest <= LEAST or (step is not None and step.number == self._kept):
+        is_kept = step is not None and step.number == self._kept
+        if error.kinds[:1] != _OUT_OF_MEMORY or largest == 1 or is_kept or not self._may_cut:
             return False
         self._memory.release()
-        if self.capacity in (None, ANY) and step is not None and self._depends_on_the_cut(engine, LEAST):
-            return False
         self.capacity = largest // 2
         if step is not None:
             self._cut(engine, step)

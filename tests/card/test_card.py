@@ -331,6 +331,30 @@ def test_what_was_measured_may_not_be_enough(memory: None, device: torch.device,
         assert opt.predict(x).shape == y.shape
 
 
+def test_a_task_that_runs_out_of_memory_before_anything_was_measured_is_cut(
+    memory: None, device: torch.device, batch: Any
+) -> None:
+    with wide(device, chunk_size="auto") as opt:
+        x, y = batch[0].to(device), batch[1].to(device)
+        opt.load(x[:50], y[:50])
+        opt.evaluate()
+        card.limit(card.counts().allocated + 8_000_000)
+        assert opt.predict(x).shape == y.shape
+
+
+def test_few_samples_that_are_large_are_cut_once_they_do_not_fit(memory: None, device: torch.device) -> None:
+    torch.manual_seed(0)
+    x, y = torch.rand(20, 50_000).double().to(device), torch.rand(20, 1).double().to(device)
+    line = nn.Sequential(nn.Tanh(), nn.Linear(50_000, 1)).double().to(device)
+    with BatchOptimizer(line, nn.MSELoss(), optimizer=None, chunk_size="auto", graph=False) as opt:
+        opt.load(x, y)
+        whole = opt.evaluate().item()
+        card.limit(card.counts().allocated + 6_000_000)
+        assert opt.evaluate().item() == pytest.approx(whole, rel=1e-12)
+        assert opt.predict(x).shape == y.shape
+        assert len(opt._function.loaded().plan.cut.bounds) > 2
+
+
 def test_a_loss_that_depends_on_the_cut_is_not_cut(memory: None, device: torch.device, batch: Any) -> None:
     def spread(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = module(x).std()
@@ -339,7 +363,14 @@ def test_a_loss_that_depends_on_the_cut_is_not_cut(memory: None, device: torch.d
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 1)).double().to(device)
     with BatchOptimizer(net, loss_fn=spread, optimizer=None, chunk_size="auto") as opt:
-        opt.load(batch[0].to(device), batch[1].to(device))
+        x, y = batch[0].to(device), batch[1].to(device)
+        opt.load(x, y)
+        whole = opt.evaluate().item()
         card.limit(card.counts().allocated + 8_000_000)
         with pytest.raises(WorkerError, match="OutOfMemory"):
             opt.evaluate()
+        with pytest.raises(WorkerError, match="OutOfMemory"):
+            opt.predict(x)  # nor does lack of memory there cut the loss of a later batch
+        card.limit(None)
+        opt.load(x, y)
+        assert opt.evaluate().item() == whole
