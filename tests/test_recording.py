@@ -8,7 +8,7 @@ from itertools import count
 import pytest
 import torch
 
-from batchopt_workers.graphs.recording import Pool
+from batchopt_workers.graphs.recording import GraphMemory
 
 
 class Graph:
@@ -18,16 +18,16 @@ class Graph:
 def test_graphs_of_a_device_share_a_pool_as_long_as_one_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     handles = count()
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
-    monkeypatch.setattr(Pool, "_of", {})
+    monkeypatch.setattr(GraphMemory, "_of", {})
     here, there = torch.device("cuda", 0), torch.device("cuda", 1)
-    assert [Pool.of(here).handle, Pool.of(here).handle] == [0, 1]  # nobody used the first one
+    assert [GraphMemory.of(here).handle, GraphMemory.of(here).handle] == [0, 1]  # nobody used the first one
     one, other = Graph(), Graph()
-    Pool.of(here).users.add(one)
-    handle = Pool.of(here).handle
-    Pool.of(here).users.add(other)
+    GraphMemory.of(here).users.add(one)
+    handle = GraphMemory.of(here).handle
+    GraphMemory.of(here).users.add(other)
     del one
     gc.collect()
-    assert Pool.of(here).handle == handle != Pool.of(there).handle
+    assert GraphMemory.of(here).handle == handle != GraphMemory.of(there).handle
     del other
     gc.collect()
-    assert Pool.of(here).handle != handle
+    assert GraphMemory.of(here).handle != handle

@@ -111,7 +111,6 @@ class SerialBackend(Backend):
         """Take over changes of the module: other tensors to watch, other numbers that report its state."""
         self._watch()
         self._evaluator.look_again()
-        self._evaluator.record_again()
         self._version = object()
         if self._rows.changes != self._setup.buffers.size:
             self._rows, self._over = self._make_rows(len(self._rows)), None

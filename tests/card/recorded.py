@@ -7,13 +7,15 @@ were. What a driver refuses while it records is refused: reading an element, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from itertools import groupby
 from threading import get_ident
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from batchopt_workers.data.structures import tensors_in
 
 T = TypeVar("T")
 
@@ -58,8 +60,8 @@ def _again(done: Iterable[_Done]) -> None:
     with torch.no_grad():
         for _, operation, args, kwargs, results in done:
             found = operation(*args, **kwargs)
-            known = {_place(tensor) for tensor in _tensors((args, kwargs))}
-            for now, then in zip(_tensors(found), _tensors(results), strict=True):
+            known = {_place(tensor) for tensor in tensors_in((args, kwargs))}
+            for now, then in zip(tensors_in(found), tensors_in(results), strict=True):
                 if _place(then) not in known:  # neither a view nor written in place
                     then.copy_(now)
 
@@ -88,7 +90,7 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
             raise RuntimeError("operation not permitted when stream is capturing")
         found = func(*args, **kwargs)
-        if any(tensor.device.type != self._kind for tensor in _tensors((args, kwargs, found))):
+        if any(tensor.device.type != self._kind for tensor in tensors_in((args, kwargs, found))):
             raise RuntimeError("operation would make the legacy stream depend on a capturing blocking stream")
         detached = [_still(data) for data in (args, kwargs, found)]
         self._tape.append(_Done(get_ident(), func, *detached))
@@ -104,16 +106,6 @@ def _still(data: Any) -> Any:
     if isinstance(data, dict):
         return {key: _still(value) for key, value in data.items()}
     return data
-
-
-def _tensors(data: Any) -> Iterator[torch.Tensor]:
-    if isinstance(data, torch.Tensor):
-        yield data
-    elif isinstance(data, (tuple, list)):
-        for item in data:
-            yield from _tensors(item)
-    elif isinstance(data, dict):
-        yield from _tensors([*data.values()])
 
 
 def _place(tensor: torch.Tensor) -> int:

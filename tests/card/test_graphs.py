@@ -441,6 +441,17 @@ def test_a_program_that_changes_all_the_time_is_recorded_more_and_more_rarely(
         assert len(recorded) <= 1
 
 
+def test_so_is_one_that_changes_between_steps_of_many_evaluations(recorded: list[Any], device: torch.device) -> None:
+    x, y = there(device)
+    with built(device, True, Net) as opt:
+        for step in range(24):
+            opt.module.factor = 1.0 + step / 100  # type: ignore[assignment]
+            opt.load(x, y)
+            for _ in range(4):
+                opt.evaluate()
+    assert len(recorded) <= 2
+
+
 def test_graphs_can_be_left_out(recorded: list[Any], device: torch.device) -> None:
     with built(device, False) as opt:
         opt.load(*there(device))

@@ -20,7 +20,7 @@ from batchopt_workers.compiled.form import (
 )
 from batchopt_workers.data.batch import Piece
 from batchopt_workers.data.structures import tensors_in
-from batchopt_workers.map.shortcuts import Comparison, Differs, Eager, Schedule, examined
+from batchopt_workers.map.shortcuts import Comparison, Comparisons, Differs, Eager, examined
 
 
 class Sources(NamedTuple):
@@ -75,15 +75,15 @@ class CompiledPieces:
     def __init__(self, artifacts: Iterable[Artifact], sources: Sources) -> None:
         self._parameters = sources.parameters
         self._libraries = {artifact.form: Library(artifact, sources) for artifact in artifacts}
-        self._schedule = Schedule()
+        self._comparisons = Comparisons()
         self._due: set[PieceForm] = set()
 
     def begin(self, evaluation: int) -> None:
         """See `Shortcuts.begin`."""
-        if self._schedule.begin(evaluation):
+        if self._comparisons.begin(evaluation):
             for library in self._libraries.values():
                 library.check()
-            if self._schedule.is_due:
+            if self._comparisons.are_due:
                 self._due = set(self._libraries)
 
     def evaluate(self, piece: Piece, eager: Eager) -> torch.Tensor | None:

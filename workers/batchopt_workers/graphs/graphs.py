@@ -29,7 +29,7 @@ from batchopt_workers.map.module_state import ModuleState
 from batchopt_workers.map.program import Program
 from batchopt_workers.map.record import Record
 from batchopt_workers.map.seeding import generator_states, set_torch_states, torch_states
-from batchopt_workers.map.shortcuts import Comparison, Differs, Eager, Schedule, examined
+from batchopt_workers.map.shortcuts import Comparison, Comparisons, Differs, Eager, examined
 from batchopt_workers.process.interrupts import let_through
 from batchopt_workers.process.torch_settings import TorchSettings
 
@@ -114,7 +114,7 @@ def _settings() -> tuple[object, ...]:
     return TorchSettings.current(), own, kernels
 
 
-class Subject(NamedTuple):
+class Recordable(NamedTuple):
     """The program that is evaluated, X's parameters, and the state that a forward may write."""
 
     program: Program
@@ -131,14 +131,14 @@ class Subject(NamedTuple):
 class Graphs:
     """The graphs for a program on one device: see `Shortcuts`. `reason`: why pieces were evaluated eagerly last.
 
-    A form of pieces is recorded once it was seen in as many evaluations as `_patience` says, which doubles with each
+    A form of pieces is recorded once it was seen in as many evaluations as `patience` says, which doubles with each
     change of the program: recording takes as long as tens of evaluations.
     """
 
-    def __init__(self, subject: Subject, recording: Callable[[], Recording]) -> None:
+    def __init__(self, subject: Recordable, recording: Callable[[], Recording]) -> None:
         """`recording`: makes a new one."""
         self._subject, self._recording = subject, recording
-        self._schedule, self._patience = Schedule(), 1
+        self._comparisons, self.patience = Comparisons(), 1
         self._circumstances: Circumstances | None = None  # of all graphs that there are
         self._graphs: dict[Key, Graph] = {}
         self._due: set[Key] = set()
@@ -155,12 +155,12 @@ class Graphs:
 
     def begin(self, evaluation: int) -> None:
         """Drop all graphs if something has changed that f depends on."""
-        if not self._schedule.begin(evaluation):
+        if not self._comparisons.begin(evaluation):
             return
         self._evaluation = evaluation
         if self._circumstances is not None and not self._circumstances.hold:
             self._forget("the program, its memory or torch's settings have changed")
-        if self._schedule.is_due:
+        if self._comparisons.are_due:
             self._due = set(self._graphs)
 
     def evaluate(self, piece: Piece, eager: Eager) -> torch.Tensor | None:
@@ -193,7 +193,7 @@ class Graphs:
             self.reason = f"the pieces have more than {MOST} forms or sizes"
             return False
         seen = self._seen.setdefault(key, set())
-        if len(seen) < self._patience:
+        if len(seen) < self.patience:
             seen.add(self._evaluation)
             return False
         return self._evaluation not in seen
@@ -250,7 +250,12 @@ class Graphs:
 
     def _forget(self, reason: str) -> None:
         self._graphs, self._seen, self._due, self._circumstances = {}, {}, set(), None
-        self._patience, self.reason = 2 * self._patience, reason
+        self.patience, self.reason = 2 * self.patience, reason
+
+    def look_again(self) -> None:
+        """Drop all graphs, and why something was not recorded, because the program was changed."""
+        self._forget("the program has changed")
+        self._is_over = False
 
     def _stop(self, reason: str) -> None:
         """Stay eager, until the evaluator is another one."""

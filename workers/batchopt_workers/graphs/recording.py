@@ -34,7 +34,8 @@ class CudaRecording:
 
     def record(self, function: Callable[[], T]) -> T:
         """See `Recording.record`: it is called once before, so that libraries are loaded and have their workspaces."""
-        current, aside = torch.cuda.current_stream(self._device), torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        current = torch.cuda.current_stream(self._device)
+        aside = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         aside.wait_stream(current)
         with torch.cuda.stream(aside):
             function()
@@ -43,7 +44,7 @@ class CudaRecording:
         before = generator.clone_state()
         try:
             # what other threads do meanwhile, such as pinning memory for the next batch, does not concern the graph
-            pool = Pool.of(self._device)
+            pool = GraphMemory.of(self._device)
             with torch.cuda.graph(self._graph, pool=pool.handle, stream=aside, capture_error_mode="thread_local"):
                 found = function()
             pool.users.add(self)
@@ -57,18 +58,18 @@ class CudaRecording:
         self._graph.replay()
 
 
-class Pool:
+class GraphMemory:
     """The memory that the graphs of a device share, as long as one of them lives: torch refuses a pool that had users,
     and has none left."""
 
-    _of: ClassVar[dict[torch.device, Pool]] = {}
+    _of: ClassVar[dict[torch.device, GraphMemory]] = {}
 
     def __init__(self) -> None:
         self.handle: Any = torch.cuda.graph_pool_handle()
         self.users: weakref.WeakSet[object] = weakref.WeakSet()
 
     @classmethod
-    def of(cls, device: torch.device) -> Pool:
+    def of(cls, device: torch.device) -> GraphMemory:
         """Return the pool of a device, a new one if the last has no users."""
         found = cls._of.get(device)
         if found is None or not found.users:

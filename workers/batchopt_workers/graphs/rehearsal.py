@@ -6,12 +6,13 @@ is another one the next time. So what would be recorded is looked at before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from batchopt_workers.data.structures import tensors_in
 from batchopt_workers.process.torch_settings import module_hooks
 
 _OF_DATA = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
@@ -39,19 +40,9 @@ class Rehearsal(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func._schema.name.removeprefix("aten::")
         if any(tag in func.tags for tag in _OF_DATA):
             return f"'{name}' waits for elements (as .item(), an `if` of a tensor, or a boolean mask do)"
-        if any(tensor.device.type != self._type for tensor in _tensors((given, found))):
+        if any(tensor.device.type != self._type for tensor in tensors_in((given, found))):
             return f"'{name}' uses a tensor that is not on the card (on the CPU, say, even if it is a single number)"
         return None
-
-
-def _tensors(data: Any) -> Iterator[torch.Tensor]:
-    if isinstance(data, torch.Tensor):
-        yield data
-    elif isinstance(data, (tuple, list)):
-        for item in data:
-            yield from _tensors(item)
-    elif isinstance(data, dict):
-        yield from _tensors((*data.values(),))
 
 
 def obstacle_of(module: torch.nn.Module) -> str | None:

@@ -11,7 +11,7 @@ from batchopt_workers.compiled.form import Artifact
 from batchopt_workers.compiled.run import CompiledPieces, Sources
 from batchopt_workers.data.batch import Batch, Piece
 from batchopt_workers.data.layout import Layout
-from batchopt_workers.graphs.graphs import Graphs, Subject
+from batchopt_workers.graphs.graphs import Graphs, Recordable
 from batchopt_workers.graphs.recording import RECORDINGS
 from batchopt_workers.map.chunk import LoadedBatch, Walk
 from batchopt_workers.map.gradient import GradientWork, PieceLoss
@@ -47,8 +47,11 @@ class Evaluator:
         self.tasks = TaskRunner(self.walk, program.module, parameters)
         self._gradient = GradientWork(self.loss, self.walk, parameters)
         self._program, self._parameters = program, parameters
+        recording = RECORDINGS.get(worker.device.type) if program.graphs else None
         self.graphs: Graphs | None = None  # of what is evaluated on a card
-        self.record_again()
+        if recording is not None:
+            self.graphs = Graphs(Recordable(program, parameters, state), partial(recording, worker.device))
+        self._gradient.shortcuts = self.graphs
         self._loaded: LoadedBatch | None = None
         self._cut = Cut((0,))
         self._sums = self._cut, Sums(-1, 0)
@@ -102,15 +105,6 @@ class Evaluator:
         sources = Sources(self._parameters, self.walk.state.tensors, tensors)
         self._gradient.shortcuts = CompiledPieces(artifacts, sources) if artifacts else self.graphs
 
-    def record_again(self) -> None:
-        """Drop what was recorded on a card, and why something was not."""
-        program, device = self._program, self.worker.device
-        recording = RECORDINGS.get(device.type) if program.graphs else None
-        self.graphs = None
-        if recording is not None:
-            self.graphs = Graphs(Subject(program, self._parameters, self.walk.state), partial(recording, device))
-        self._gradient.shortcuts = self.graphs
-
     @property
     def current(self) -> range:
         """The samples, numbered through all terms, of the running or last forward."""
@@ -136,9 +130,12 @@ class Evaluator:
         return run(self.walk, self._gradient, loaded, order, sums)
 
     def look_again(self) -> None:
-        """Forget what was derived from the program, because it was changed."""
+        """Forget what was derived from the program, because it was changed: it is evaluated eagerly at first."""
         self._jacobians.clear()
         self.walk.looked.clear()
+        self._gradient.shortcuts = self.graphs
+        if self.graphs is not None:
+            self.graphs.look_again()
 
     # ---- for tasks
 

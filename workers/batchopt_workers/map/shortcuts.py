@@ -114,7 +114,7 @@ def _check(what: str, found: torch.Tensor, expected: torch.Tensor, allowed: floa
         raise Differs(f"{what} differs by {difference:.2g} of {size:.2g}")
 
 
-class Schedule:
+class Comparisons:
     """The evaluations that are compared: the first, the second, and the 4th, 8th, 16th."""
 
     def __init__(self) -> None:
@@ -129,6 +129,6 @@ class Schedule:
         return True
 
     @property
-    def is_due(self) -> bool:
+    def are_due(self) -> bool:
         """Tell whether this evaluation is compared."""
         return self._count & (self._count - 1) == 0

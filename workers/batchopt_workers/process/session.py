@@ -231,6 +231,8 @@ class Session:
         evaluator.walk.effects.protected = mirror is None
         if before is not None:
             evaluator.tasks.totals = before.tasks.totals
+            if evaluator.graphs is not None and before.graphs is not None:
+                evaluator.graphs.patience = 2 * before.graphs.patience
             if not examine:
                 evaluator.walk.looked = before.walk.looked
         if mirror is not None:
