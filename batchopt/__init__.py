@@ -6,9 +6,6 @@ import typing
 from batchopt._data.epochs import Batches
 from batchopt._data.terms import Term, Weighted
 from batchopt._mapreduce.plan import split_batch
-from batchopt.adaptive import resample
-from batchopt.asynchronous import hogwild
-from batchopt.doctor import Diagnosis
 from batchopt.errors import (
     AllWorkersLostError,
     BatchoptError,
@@ -22,6 +19,10 @@ from batchopt.errors import (
     WorkerLostError,
     WorkerStartError,
 )
+from batchopt.extending import Evaluated, Observer
+from batchopt.extras.doctor import Diagnosis
+from batchopt.extras.hogwild import hogwild
+from batchopt.extras.resampling import resample
 from batchopt.optim import CG, LBFGS, SVRG, Iteration, LevenbergMarquardt, Result, SSBroyden, Status
 from batchopt.optimizer import BatchOptimizer
 from batchopt_workers.worker import Sample, Worker
@@ -42,11 +43,13 @@ __all__ = [
     "CheckpointError",
     "CompileError",
     "Diagnosis",
+    "Evaluated",
     "Iteration",
     "LevenbergMarquardt",
     "NodeLostError",
     "NodesDifferError",
     "NonFiniteError",
+    "Observer",
     "PoisonChunkError",
     "Result",
     "SSBroyden",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from types import MappingProxyType
-from typing import Any
+from types import MappingProxyType, TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -28,18 +28,57 @@ from batchopt._function.least_squares import (
 from batchopt._function.numpy_objective import FlatObjective
 from batchopt._function.prediction import iter_predict, predict, score
 from batchopt._function.tasks import Functions, apply, collect, total
-from batchopt._function.timeline import Timeline
-from batchopt._machine.ownership import Owner, exclusive
+from batchopt._function.twin import twin_of
+from batchopt._machine.ownership import exclusive
 from batchopt._mapreduce.answers import Answer
 from batchopt.backends.base import WorkerInfo
+from batchopt.extending import Extensible
 from batchopt_workers.tasks.hogwild import Factory
 
+if TYPE_CHECKING:
+    from batchopt.extras.timeline import Timeline
 
-class Evaluations:
+Self = TypeVar("Self", bound="Evaluations")
+
+
+class Evaluations(Extensible):
     """f(X), df/dX and other functions of a loaded batch, evaluated by workers; a `BatchOptimizer` adds the steps."""
 
-    _function: Engine
-    _owner: Owner
+    def __init__(self, function: Engine) -> None:
+        self._function, self._owner = function, function.owner
+
+    def __enter__(self: Self) -> Self:
+        self._function.check_open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop the workers; may be called repeatedly. The module keeps its parameters, in memory of this process alone
+        unless another optimizer shares them.
+
+        In a signal handler (or a hook, or a finalizer) that interrupts another call, it makes that call end as soon as
+        possible, with `BatchoptError`, and then stops the workers. In a fork it does nothing, as a fork has no workers.
+        """
+        self._function.close()
+
+    def twin(self, *, double: bool = False, hooks: bool = True, loaded: bool = False, **changes: Any) -> Evaluations:
+        """Return a function of a copy of the module and the criterion, to compare with: evaluated in this process,
+        eagerly, unless `changes`, arguments of `BatchOptimizer`, say otherwise. Its first batch has the random draws of
+        the last one here. Use it in a `with` statement, or `close` it.
+
+        double: the copy is in float64. hooks: False leaves them out. loaded: load the batch that is loaded here. Raises
+        `TypeError` for arguments in which a twin cannot differ, and what `BatchOptimizer` and `load` raise.
+
+        >>> opt.load(x, y)
+        >>> with opt.twin(loaded=True) as twin:
+        ...     torch.equal(twin.evaluate(), opt.evaluate())
+        True
+        """
+        return Evaluations(twin_of(self._function, double, hooks, loaded, changes))
 
     # ---- f
 
@@ -455,9 +494,11 @@ class Evaluations:
         return Closure(self._function, self.evaluate)
 
     @exclusive
-    def full_gradient(self, data: Iterable[Any]) -> tuple[float, torch.Tensor]:
+    def full_gradient(
+        self, data: Iterable[Any], *, convert: Callable[[Any], Any] | None = None
+    ) -> tuple[float, torch.Tensor]:
         """Return f and df/dX (a new tensor, shape `(n,)`, X's dtype) of all of `data`, which comes in batches as for
-        `steps`.
+        `prepared`.
 
         They equal those of one batch with all samples: batches may differ in size, and are weighted by the divisors of
         their means. Sums are in float64, in the order of the batches; with `chunk_size` the bits are the same for any
@@ -473,7 +514,7 @@ class Evaluations:
         >>> abs(f - opt.evaluate().item()) < 1e-12
         True
         """
-        return full_gradient(self._function, data, self.evaluate)
+        return full_gradient(self._function, data, self.evaluate, convert)
 
     def objective(self) -> FlatObjective:
         """Return f of the loaded batch as a function of a flat NumPy vector, for solvers outside torch: a
@@ -531,7 +572,9 @@ class Evaluations:
         >>> sorted(timeline.utilisation)
         [0, 1]
         """
-        return self._function.observers.including(Timeline())
+        from batchopt.extras.timeline import Timeline
+
+        return self.observe(Timeline())
 
     def fingerprint(self) -> str:
         """Return the sha256, in hexadecimal, of the parameters, the counters and all losses so far.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import TracebackType
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 import torch
@@ -18,7 +18,7 @@ from batchopt._function.compilation import Abandoned
 from batchopt._function.engine import Engine
 from batchopt._function.observer import Trial, Trials
 from batchopt._function.prepared import PreparedBatch, prepared
-from batchopt._function.resumption import resume, state_of
+from batchopt._function.resumption import ENTRIES, resume, state_of
 from batchopt._function.settings import Settings
 from batchopt._function.workers import anticipate
 from batchopt._machine.cores import torch_threads
@@ -26,21 +26,22 @@ from batchopt._machine.ownership import exclusive
 from batchopt._mapreduce.reduce import LARGE
 from batchopt._program.flat_module import FlatModule
 from batchopt._program.flatten import trainable
-from batchopt.doctor import Diagnosis, examine
 from batchopt.errors import TRAINER_ADVICE, CheckpointError
 from batchopt.evaluations import Evaluations
 from batchopt.optim.choose import OptimizerChoice, check_choice, check_goes_by_any_gradient, choose_optimizer
 from batchopt.optim.minimizer import Minimizer
 from batchopt.optim.rollback import Rollback
-from batchopt.scaling import Scaling, measure_scaling
 from batchopt_workers.data.items import Collate
 from batchopt_workers.map.objective import LossFunction
 from batchopt_workers.map.squares import ResidualFunction
 from batchopt_workers.map.weighting import Denominators
 from batchopt_workers.worker import Hook, Precode
 
+if TYPE_CHECKING:
+    from batchopt.extras.doctor import Diagnosis
+    from batchopt.extras.scaling import Scaling
+
 T = TypeVar("T")
-Self = TypeVar("Self", bound="BatchOptimizer")
 
 
 class BatchOptimizer(Evaluations):
@@ -190,8 +191,7 @@ class BatchOptimizer(Evaluations):
         self.optimizer = choose_optimizer(optimizer, subject.parameters)
         if settings.compress is not None:
             check_goes_by_any_gradient(self.optimizer)
-        self._function = Engine(subject, settings)
-        self._owner = self._function.owner
+        super().__init__(Engine(subject, settings))
         self._rollback = Rollback(subject.x, self.optimizer)
 
     # ---- steps
@@ -280,16 +280,19 @@ class BatchOptimizer(Evaluations):
         batch.finish()
         return loss
 
-    def prepared(self, batches: Iterable[Any]) -> Iterator[PreparedBatch]:
+    def prepared(
+        self, batches: Iterable[Any], *, convert: Callable[[Any], Any] | None = None
+    ) -> Iterator[PreparedBatch]:
         """Return an iterator over prepared `batches` (as for `steps`), for custom loops:
         `for batch in opt.prepared(batches): opt.step(batch)`. The next one is read and copied to the workers while they
         compute.
 
         Each is for `step` or `load` of this optimizer, once, before the next one is requested; otherwise they raise
         `BatchoptError`. `len(batch)` is its number of samples. A batch of `Batches` counts when its step is complete,
-        when it is loaded, or when the loop continues without it.
+        when it is loaded, or when the loop continues without it. `convert` makes a batch, as for `steps`, of what
+        `batches` yield.
         """
-        return prepared(self._function, batches)
+        return prepared(self._function, batches, convert)
 
     def optimize(self) -> None:
         """Take one step of `optimizer` on the loaded batch, or evaluate once without one; a subclass may override
@@ -334,7 +337,9 @@ class BatchOptimizer(Evaluations):
         ok   workers compute what this process does: difference ...
         culprit: none found
         """
-        return examine(self._function, self.evaluate, inputs, targets, options)
+        from batchopt.extras.doctor import examine
+
+        return examine(self, inputs, targets, options)
 
     @exclusive
     def scaling(self, *, seconds: float = 5.0, bandwidth: float = 1.25e8) -> Scaling:
@@ -344,14 +349,14 @@ class BatchOptimizer(Evaluations):
         `print` the result for a table with a summary; `draw(path)` makes a figure. Computed times follow from the time
         of the whole batch and of a part of it on one thread, from the coordination of workers as measured on two cores,
         and for machines from the bytes of a gradient and the `bandwidth` of the network in bytes per second (default: 1
-        Gbit/s). Parameters, counters, speeds and later draws are as before; workers are started again, so they run
-        `precode`, and lose their `state`; hooks run. A batch has to be loaded again. Raises `ValueError` on a cluster,
-        with `devices` and for numbers that are not positive, and `BatchoptError` in the middle of a step.
+        Gbit/s). Other workers are measured than those of this optimizer, on a copy of the module: they run `precode`
+        and hooks, and evaluate eagerly. Raises `ValueError` on a cluster, with `devices` and for numbers that are not
+        positive, and `BatchoptError` in the middle of a step and if no batch is loaded.
         """
+        from batchopt.extras.scaling import measure_scaling
+
         self._owner.check_between_steps("scaling")
-        seconds = arguments.read_positive("seconds", seconds, "number of seconds")
-        bandwidth = arguments.read_positive("bandwidth", bandwidth, "number of bytes per second")
-        return measure_scaling(self._function, self.evaluate, seconds, bandwidth)
+        return measure_scaling(self, seconds, bandwidth)
 
     # ---- workers
 
@@ -431,25 +436,35 @@ class BatchOptimizer(Evaluations):
         resume(self._function, self.optimizer, self._rollback, state)
 
     @exclusive
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str], *, extra: Mapping[str, Any] = MappingProxyType({})) -> None:
         """Write `state_dict` to the file `path`, atomically.
+
+        extra: entries of yours, by name: plain data and tensors, which `load_checkpoint(take=)` passes back.
 
         The file holds no code, and loads with `torch.load(path, weights_only=True)`. It is written next to `path`,
         synced, and renamed: killed or out of disk space at any point, either the old file remains or the new one is
-        complete. Of several ranks the first one writes, and all wait for it. Raises `CheckpointError`.
+        complete. Of several ranks the first one writes, and all wait for it. Raises `CheckpointError`; `ValueError` for
+        an extra entry with the name of one of ours.
 
-        >>> opt.save("run.batchopt")
-        >>> opt.load_checkpoint("run.batchopt")
+        >>> opt.save("run.batchopt", extra={"note": "before the heat wave"})
+        >>> opt.load_checkpoint("run.batchopt", take=print)
+        {'note': 'before the heat wave'}
         """
         self._function.check_open()
         self._owner.check_between_steps("save")
         self._function.end_step()
         state, layout = self.state_dict(), self._function.subject.flat.layout
-        self.once(lambda: file.write(path, state, layout))
+        if taken := ENTRIES & extra.keys():
+            raise ValueError(f"`extra` has {sorted(taken)}, which state_dict() has: call them something else")
+        self.once(lambda: file.write(path, {**state, **extra}, layout))
 
     @exclusive
-    def load_checkpoint(self, path: str | os.PathLike[str]) -> None:
+    def load_checkpoint(
+        self, path: str | os.PathLike[str], *, take: Callable[[dict[str, Any]], object] | None = None
+    ) -> None:
         """Resume from a file written by `save`: with `chunk_size` bit for bit, with any number of workers.
+
+        take: called with the extra entries of the file, before anything changes; it may raise.
 
         Nothing in the file is executed. Raises `CheckpointError`, and changes nothing, for a file that is damaged, or
         of a module with other parameters (by name and shape), other buffers, another seed or optimizer.
@@ -458,6 +473,8 @@ class BatchOptimizer(Evaluations):
         self._owner.check_between_steps("load_checkpoint")
         state = file.read(path, self._function.subject.flat.layout)
         try:
+            if take is not None:
+                take({name: value for name, value in state.items() if name not in ENTRIES})
             self.load_state_dict(state)
         except (ValueError, RuntimeError, KeyError, TypeError) as error:  # raised by torch for other shapes and names
             raise CheckpointError(f"cannot resume from checkpoint '{os.fsdecode(path)}': {error}") from error
@@ -477,24 +494,6 @@ class BatchOptimizer(Evaluations):
     def is_main(self) -> bool:
         """Tell whether this process prints and writes files: always, or with `backend="ranks"` only on rank 0."""
         return self._function.workers.backend.is_main
-
-    def close(self) -> None:
-        """Stop the workers; may be called repeatedly. The module keeps its parameters, in memory of this process alone
-        unless another optimizer shares them.
-
-        In a signal handler (or a hook, or a finalizer) that interrupts another call, it makes that call end as soon as
-        possible, with `BatchoptError`, and then stops the workers. In a fork it does nothing, as a fork has no workers.
-        """
-        self._function.close()
-
-    def __enter__(self: Self) -> Self:
-        self._function.check_open()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     if not TYPE_CHECKING:  # a type checker would accept any name
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from functools import cache
 from pathlib import Path
 
@@ -80,6 +81,32 @@ def floor(module: str) -> int:
 
 def test_nothing_imports_from_a_floor_above() -> None:
     assert [(one, two) for one in MODULES for two in imports(one) if floor(two) > floor(one)] == []
+
+
+def uses_of_what_is_private(path: Path) -> list[str]:
+    """The private modules that a file imports from the library, and the private attributes that it takes of others."""
+    found, classes = [], [node.name for node in tree(path).body if isinstance(node, ast.ClassDef)]
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0].startswith("batchopt"):
+            names = [*node.module.split("."), *(alias.name for alias in node.names)]
+            if names[0] != "batchopt" or "backends" in names or any(name.startswith("_") for name in names):
+                found.append(f"line {node.lineno}: {node.module}")
+        if isinstance(node, ast.Attribute) and re.match("_[a-zA-Z]", node.attr):
+            if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls", *classes)):
+                found.append(f"line {node.lineno}: .{node.attr}")
+    return found
+
+
+# Of ignite's engines, which have no other way; of torch; and of records.
+EXCUSED = {"_handle_exception", "_internal_run_generator", "_init_iter", "_event_handlers", "_fire_event"}
+EXCUSED |= {"_DropoutNd", "_replace"}
+
+
+def test_extras_use_the_public_interface_alone() -> None:
+    extras = [path for path in LIBRARY if path.parent.name in ("extras", "ignite")]
+    assert len(extras) > 15
+    found = [f"{path.name}, {use}" for path in extras for use in uses_of_what_is_private(path)]
+    assert [use for use in found if use.split(".")[-1] not in EXCUSED] == []
 
 
 def test_there_is_no_circle() -> None:

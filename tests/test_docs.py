@@ -138,10 +138,10 @@ def test_the_tables_have_every_argument() -> None:
 
 def test_the_tables_have_every_member_and_how_it_is_called() -> None:
     documented = {member.split("(")[0]: member for member in column(ARGUMENTS, "Members")}
-    for_the_doctor = {"cut_in_chunks", "program", "twin", "unobserved"}
+    doors = {door.split("(")[0].removeprefix("opt.") for door in column(ROOT / "docs" / "extending.md", "Extending")}
     with batchopt.BatchOptimizer(torch.nn.Linear(1, 1)) as opt:
         members = {name for name in dir(opt) if not name.startswith("_")}
-    assert documented.keys() == members - for_the_doctor
+    assert documented.keys() | (doors & members) == members >= documented.keys()
     for name, member in documented.items():
         found = getattr(batchopt.BatchOptimizer, name, None)
         assert member == (called(name, found) if inspect.isfunction(found) else name)

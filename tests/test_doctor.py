@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from batchopt import BatchOptimizer, Sample, Worker, WorkerError
-from batchopt.doctor import Culprit
+from batchopt.extras.doctor import Culprit
 from tests.workloads import WORKLOADS, Mlp, mlp
 
 

@@ -23,8 +23,9 @@ def test_the_public_names_are_these() -> None:
     assert names == set(
         """
         BatchOptimizer LBFGS CG SSBroyden LevenbergMarquardt SVRG Result Status Iteration split_batch Worker Sample
-        Term Weighted Batches hogwild resample Diagnosis BatchoptError WorkerError WorkerLostError WorkerStartError
-        PoisonChunkError AllWorkersLostError NodeLostError NodesDifferError NonFiniteError CheckpointError CompileError
+        Term Weighted Batches Observer Evaluated hogwild resample Diagnosis BatchoptError WorkerError WorkerLostError
+        WorkerStartError PoisonChunkError AllWorkersLostError NodeLostError NodesDifferError NonFiniteError
+        CheckpointError CompileError
         """.split()
     )
     assert names == set(batchopt.__all__)

@@ -147,7 +147,7 @@ def test_what_was_decided_is_said_beside_the_bar_or_in_the_log(
     verbose: int, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = Reporter(verbose)
-    report.decided("on %s: %d recorded", "cuda:0", 1)
+    report.decided("on cuda:0: 1 recorded")
     report.close()
     assert ("batchopt: on cuda:0: 1 recorded" in capsys.readouterr().err) == (verbose == 1)
     assert [record.message for record in caplog.records] == ["on cuda:0: 1 recorded"] * (verbose == 2)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from batchopt import BatchOptimizer
-from batchopt.scaling import Scaling, ScalingRow
+from batchopt.extras.scaling import Scaling, ScalingRow
 from tests.test_auto import Slow
 from tests.workloads import mlp
 
@@ -51,7 +51,7 @@ def test_speed_ups_are_of_the_best_this_process_can_and_efficiencies_of_one_thre
 def test_it_measures_what_there_is_and_leaves_no_trace(
     chunk_size: int | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("batchopt.scaling.usable_cores", lambda: 2)
+    monkeypatch.setattr("batchopt.extras.scaling.usable_cores", lambda: 2)
     case = mlp()
     with BatchOptimizer(Slow(), nn.MSELoss(), optimizer=None, parallelize="auto", chunk_size=chunk_size) as opt:
         opt.load(case.inputs, case.targets)
@@ -82,7 +82,7 @@ def test_numbers_that_are_not_positive_are_refused(bad: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("examine", ["scaling", "check"])
 def test_running_statistics_are_as_before(examine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("batchopt.scaling.usable_cores", lambda: 1)
+    monkeypatch.setattr("batchopt.extras.scaling.usable_cores", lambda: 1)
     module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     x, y = torch.randn(24, 3), torch.randn(24, 1)
     with BatchOptimizer(module, nn.MSELoss(), optimizer="sgd") as opt:

@@ -12,8 +12,8 @@ from torch import nn
 
 from batchopt import BatchOptimizer
 from batchopt._function.observer import Evaluated
-from batchopt._function.timeline import PARENT, Timeline
 from batchopt._mapreduce.answers import Answer, Span
+from batchopt.extras.timeline import PARENT, Timeline
 
 X, Y = torch.randn(40, 3), torch.randn(40, 1)
 

@@ -63,6 +63,7 @@ class Batches:
         drop_last: omit a last batch of fewer samples.
         collate_fn: makes a batch of a list of samples, for lists (default: torch's `default_collate`) and datasets.
             Without it a batch of a Dataset is a `torch.utils.data.Subset`, whose samples the workers read.
+        source: a `batchopt.extending.Source`, in place of all of these: it makes the batches of each epoch.
 
     A loader makes its own batches, and the other arguments must be omitted. A position in its epoch is restored by
     reading and skipping, with a warning, and is the same one only if the loader's order is. Raises `TypeError` or
@@ -82,23 +83,29 @@ class Batches:
 
     def __init__(
         self,
-        data: Any,
+        data: Any = None,
         batch_size: int | None = None,
         *,
         shuffle: bool = False,
         seed: int = 0,
         drop_last: bool = False,
         collate_fn: Collate | None = None,
+        source: Source | None = None,
     ) -> None:
         given = {"batch_size": batch_size, "shuffle": shuffle, "seed": seed, "drop_last": drop_last}
         for name, value in given.items():
             arguments.read(name, value)
         arguments.check_callable("collate_fn", collate_fn)
-        samples, pick = _picking(data, collate_fn)
-        if pick is None:
-            self._source: Source = LoaderSource(data, {**given, "collate_fn": collate_fn})
+        others = {**given, "collate_fn": collate_fn}
+        if source is not None:
+            _refuse({"data": data is not None, **others}, f"`source` ({type(source).__name__})", "leave it out")
+            self._source = source
+        elif (found := _picking(data, collate_fn)) is not None:
+            self._source = _Cut(*found, batch_size, seed if shuffle else None, drop_last)
         else:
-            self._source = _Cut(samples, pick, batch_size, seed if shuffle else None, drop_last)
+            instead = "leave it out, or give the loader's data (loader.dataset) in its place"
+            _refuse(others, f"a loader ({type(data).__name__})", instead)
+            self._source = LoaderSource(data)
         self._epoch = self._index = self._iteration = 0
 
     def __len__(self) -> int:
@@ -139,6 +146,11 @@ class Batches:
         """Yield all batches of the current epoch, regardless of the position, which stays."""
         for batch, _ in self._source.read(self._epoch, 0):
             yield batch
+
+    @property
+    def source(self) -> Source:
+        """Makes the batches of each epoch."""
+        return self._source
 
     # ---- position
 
@@ -244,43 +256,41 @@ class _Cut:
 class LoaderSource:
     """The batches of the user's loader, one iteration per epoch; it reads one batch ahead, to detect the last."""
 
-    def __init__(self, loader: Any, others: Mapping[str, Any]) -> None:
-        for name, value in others.items():
-            if value:
-                raise ValueError(
-                    f"`{name}` cannot be given for a loader ({type(loader).__name__}), which makes its own batches: "
-                    "leave it out, or give the loader's data (loader.dataset) in its place"
-                )
+    def __init__(self, loader: Any) -> None:
         if isinstance(loader, Iterator) or not isinstance(loader, Iterable):
             reason = "can be iterated over once only" if isinstance(loader, Iterator) else "cannot be iterated over"
             raise TypeError(
                 f"`data` must be tensors, arrays, a Dataset, a list of samples or a loader; got "
                 f"{type(loader).__name__}, which {reason}"
             )
-        self._loader: Iterable[Any] = loader
+        self.loader: Iterable[Any] = loader
+
+    def batches(self) -> Iterator[Any]:
+        """Begin an iteration. Raises `RuntimeError` where an item of the dataset raises StopIteration."""
+        return to_the_end(iter(self.loader))
 
     def __len__(self) -> int:
-        if not isinstance(self._loader, Sized):
-            raise TypeError(f"the loader ({type(self._loader).__name__}) has no length")
-        return len(self._loader)
+        if not isinstance(self.loader, Sized):
+            raise TypeError(f"the loader ({type(self.loader).__name__}) has no length")
+        return len(self.loader)
 
     def read(self, epoch: int, start: int) -> Iterator[tuple[Any, bool]]:
         """Yield the batches of an epoch from number `start` on, and whether each is the last one."""
         if start:
             warnings.warn(
-                f"going on in epoch {epoch} of a loader ({type(self._loader).__name__}): its first {start} batches are "
+                f"going on in epoch {epoch} of a loader ({type(self.loader).__name__}): its first {start} batches are "
                 "read and skipped, and are those of before only if its order is the same; "
                 "Batches(dataset, batch_size, shuffle=True, seed=...) goes on exactly",
                 UserWarning,
                 stacklevel=2,
             )
-        batches = to_the_end(iter(self._loader))
+        batches = self.batches()
         nothing = object()
         for _ in range(start):
             next(batches, nothing)
         batch = next(batches, nothing)
         if batch is nothing:
-            raise ValueError(f"the loader ({type(self._loader).__name__}) has no batch {start} in epoch {epoch}")
+            raise ValueError(f"the loader ({type(self.loader).__name__}) has no batch {start} in epoch {epoch}")
         while batch is not nothing:
             following = next(batches, nothing)
             yield batch, following is nothing
@@ -301,6 +311,13 @@ class LoaderSource:
             return {}
 
 
+def _refuse(others: Mapping[str, Any], what: str, instead: str) -> None:
+    """Raise `ValueError` if one of these was given beside what makes its own batches."""
+    for name, value in others.items():
+        if value:
+            raise ValueError(f"`{name}` cannot be given for {what}, which makes its own batches: {instead}")
+
+
 def permutation(samples: int, seed: int, epoch: int) -> torch.Tensor:
     """Return the order of an epoch (shape `(samples,)`, int64): a function of the arguments alone."""
     digest = hashlib.blake2b(struct.pack("<QQ", seed % 2**64, epoch), digest_size=8).digest()
@@ -308,7 +325,7 @@ def permutation(samples: int, seed: int, epoch: int) -> torch.Tensor:
     return torch.randperm(samples, generator=generator, device="cpu", dtype=torch.int64)
 
 
-def _picking(data: Any, collate: Collate | None) -> tuple[int, Callable[[Any], Any] | None]:
+def _picking(data: Any, collate: Collate | None) -> tuple[int, Callable[[Any], Any]] | None:
     """Return the number of samples in `data`, and a function for a batch of some of them; None for a loader."""
     if isinstance(data, TensorDataset) and collate is None:
         data = data.tensors
@@ -319,7 +336,7 @@ def _picking(data: Any, collate: Collate | None) -> tuple[int, Callable[[Any], A
         return len(data), _reading(data, collate or default_collate)
     columns = [column for _, column in _columns("data", data)]
     if not columns:
-        return 0, None
+        return None
     if collate is not None:
         raise ValueError("`collate_fn` is for lists of samples and datasets; tensors and arrays are cut as they are")
     return len(columns[0]), lambda indices: _rows(data, len(columns[0]), indices)

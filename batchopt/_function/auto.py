@@ -100,7 +100,7 @@ class Auto:
         """Say what was chosen, if that was decided since."""
         choice = self.choice
         if choice.phase is Phase.CHOSEN is not before:
-            engine.observers.reporter.chosen(choice.configuration, choice.reason)
+            engine.observers.decided("parallelize='auto' is %s: %s", choice.configuration, choice.reason)
 
     def _probe(self, engine: Engine, step: Step) -> None:
         """Time a worker's share of the batch, unless there is a reason not to cut that."""

@@ -169,7 +169,7 @@ class Compilation:
                 )
             else:
                 self.phase = Stage.COMPILED
-                engine.observers.reporter.decided("%s", self)
+                engine.observers.decided("%s", self)
 
     def stop(self, engine: Engine, error: WorkerError) -> None:
         """Evaluate eagerly from now on, because a compiled evaluation has found something else."""
@@ -252,7 +252,7 @@ class Compilation:
         self._use(engine, libraries)
         self.phase = Stage.COMPILED if self.insists else Stage.TIMING
         if self.insists:
-            engine.observers.reporter.decided("%s", self)
+            engine.observers.decided("%s", self)
 
     def _keep(self, there: dict[PieceForm, Artifact | str], reply: Reply | str, target: Target) -> None:
         if isinstance(reply, str):
@@ -281,7 +281,7 @@ class Compilation:
     def _stay_eager(self, engine: Engine, reason: str) -> None:
         self._use(engine, {})
         self.phase, self.reason = Stage.EAGER, reason
-        engine.observers.reporter.decided("%s", self)
+        engine.observers.decided("%s", self)
 
 
 def _pieces_of(step: Step, before: Pieces | None) -> Pieces:

@@ -139,7 +139,10 @@ class Total:
 
 
 def full_gradient(
-    function: Engine, data: Iterable[Any], evaluate: Callable[[], torch.Tensor]
+    function: Engine,
+    data: Iterable[Any],
+    evaluate: Callable[[], torch.Tensor],
+    convert: Callable[[Any], Any] | None,
 ) -> tuple[float, torch.Tensor]:
     """Return f and df/dX of all batches of `data` together; documented at `BatchOptimizer.full_gradient`."""
     check_exact(function, "full_gradient()")
@@ -158,7 +161,7 @@ def full_gradient(
             total.add(evaluate().item(), subject.gradient, part.weighting)
 
     with function.apart("full_gradient()", counted=True):
-        for batch in prepared(function, whole(data)):
+        for batch in prepared(function, whole(data, convert)):
             add(batch.take(function))
         found = total.whole()
     subject.gradient.copy_(found[1])

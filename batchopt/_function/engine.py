@@ -87,7 +87,7 @@ class Engine:
             self.observers.close()
             raise
         if not self.workers.backend.is_main:
-            self.observers.mute()
+            self.observers.report(0)
         self.reader = BatchReader(settings, self.workers, subject.x.device)
         self.rules = Rules(settings.on_nonfinite, settings.compress is not None, settings.check_cut)
         self.history = History(counters or Counters(), [])
@@ -191,9 +191,9 @@ class Engine:
             counters, *others = self.history
             number = counters.steps + 1
             self.history = History(counters.begun(number), *others)
-            given = (
-                self.settings.chunk_size if self.policies.sizes is None else self.policies.sizes.size_for(batch.size)
-            )
+            sizes = self.policies.sizes
+            chosen = self.settings.chunk_size if sizes is None else sizes.size_for(batch.size)
+            given = self.rules.chunk_size or chosen
             chunk_size = choose_chunk_size(batch.size, given, self.settings.deterministic)
             plan = workers.plan(batch.size, chunk_size)
             chunks = plan.cut.chunks

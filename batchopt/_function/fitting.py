@@ -94,7 +94,7 @@ class Fitting:
         size = self.size_for(step.batch.size)
         if size != step.chunk_size:
             engine.cut_into(size)
-            engine.observers.reporter.decided("chunks of %s", "the whole batch" if size is None else f"{size} samples")
+            engine.observers.decided("chunks of %s", "the whole batch" if size is None else f"{size} samples")
 
     def _taken_by(self, engine: Engine, step: Step, size: int) -> int:
         plan = make_plan(step.batch.size, size, Speeds.unknown(1))

@@ -45,6 +45,9 @@ class Observer:
     def did(self, name: str, began: float) -> None:
         """Handle a finished piece of work in this process, which began at that `time.perf_counter`."""
 
+    def decided(self, message: str) -> None:
+        """Handle a decision about the way in which evaluations are made, in words."""
+
     def worked(self, name: str, answers: Sequence[Answer], bounds: Sequence[int]) -> None:
         """Handle a finished task of that name on a batch that is cut at `bounds`."""
 

@@ -42,10 +42,11 @@ class Observers:
             self._all.remove(observer)
             self._sort()
 
-    def mute(self) -> None:
-        """Report nothing any more, since another process does."""
-        self.close()
-        self.reporter, self._all = Reporter(0), []
+    def report(self, verbose: int) -> None:
+        """Report so much from now on."""
+        self._all = [observer for observer in self._all if observer is not self.reporter]
+        self.reporter.become(verbose)
+        self._all = [self.reporter] * bool(verbose) + self._all
         self._sort()
 
     def close(self) -> None:
@@ -73,6 +74,11 @@ class Observers:
         """Pass on the end of an evaluation."""
         for observer in self._all:
             observer.evaluated(found)
+
+    def decided(self, message: str, *arguments: object) -> None:
+        """Pass on what was decided about evaluations."""
+        for observer in self._all:
+            observer.decided(message % arguments)
 
     def worked(self, name: str, answers: Sequence[Answer], bounds: Sequence[int]) -> None:
         """Pass on a finished task of that name on a batch that is cut at `bounds`."""

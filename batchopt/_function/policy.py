@@ -30,4 +30,4 @@ class Recordings:
         now = engine.workers.infos[0].graph
         if now != self._said:
             self._said = now
-            engine.observers.reporter.decided("on %s: %s", engine.subject.x.device, now)
+            engine.observers.decided("on %s: %s", engine.subject.x.device, now)

@@ -86,6 +86,34 @@ class Scored(NamedTuple):
     samples: int
 
 
+class Scoring:
+    """An iterable over `Scored` batches of data, with the metrics of all of them."""
+
+    def __init__(self, function: Engine, data: Any, metrics: Any, transform: Transform | None) -> None:
+        """Raises `TypeError` for anything but metrics; None: there are none."""
+        arguments.check_callable("transform", transform)
+        self._function, self._data, self._transform = function, data, transform
+        self._measures = {} if metrics is None or metrics == {} else read_metrics(metrics)
+        self._found: list[Scored] = []  # whose metrics are not computed yet
+        self._values: Any = {}
+
+    def __iter__(self) -> Iterator[Scored]:
+        self._found, self._values = [], {}
+        for batch in scored(self._function, self._data, self._transform):
+            if self._measures:
+                self._found.append(batch)
+            yield batch
+
+    @property
+    def values(self) -> Any:
+        """The metrics of all batches of the last iteration, as `score` returns them; an empty dict without metrics.
+        Raises `ValueError` if there was no batch."""
+        if self._measures and (self._found or self._values == {}):
+            found, self._found = self._found, []
+            self._values = measured(self._measures, found)
+        return self._values
+
+
 def score(function: Engine, data: Any, metrics: Any, transform: Transform | None) -> Any:
     """Return each metric of all outputs and targets, by name; for a metric without a name, its value."""
     measures = read_metrics(metrics)

@@ -77,13 +77,16 @@ class PreparedBatch:
         self._refused = "its turn is over"
 
 
-def prepared(engine: Engine, batches: Iterable[Any]) -> Generator[PreparedBatch, None, None]:
-    """Yield each of `batches`, prepared; the next one is read and prepared while the workers compute."""
+def prepared(
+    engine: Engine, batches: Iterable[Any], convert: Callable[[Any], Any] | None = None
+) -> Generator[PreparedBatch, None, None]:
+    """Yield each of `batches`, converted and prepared; the next one is read and prepared while the workers compute."""
     read = as_arguments if engine.reader.terms is None else as_batch_of_terms
 
     def prepare(turn: EpochBatch) -> tuple[EpochBatch, Prepared, BatchSpecs]:
         specs = engine.specs
-        return turn, engine.prepare_ahead(*read(turn.batch)), specs
+        batch = turn.batch if convert is None else convert(turn.batch)
+        return turn, engine.prepare_ahead(*read(batch)), specs
 
     began, ahead = time.perf_counter(), Ahead(_turns_of(batches), prepare)
     for turn, found, specs in ahead:
@@ -106,9 +109,10 @@ def _turns_of(batches: Iterable[Any]) -> Iterator[EpochBatch]:
     return (EpochBatch(0, index, False, batch) for index, batch in enumerate(to_the_end(iter(batches))))
 
 
-def whole(batches: Iterable[Any]) -> Iterable[Any]:
-    """Return all of `batches`, regardless of the position."""
-    return batches.whole() if isinstance(batches, Batches) else to_the_end(iter(batches))
+def whole(batches: Iterable[Any], convert: Callable[[Any], Any] | None = None) -> Iterable[Any]:
+    """Return all of `batches`, converted, regardless of the position."""
+    found = batches.whole() if isinstance(batches, Batches) else to_the_end(iter(batches))
+    return found if convert is None else (convert(batch) for batch in found)  # no map(): see PEP 479
 
 
 def with_denominators(engine: Engine, batch: Batch, carry_out: Callable[..., torch.Tensor]) -> Batch:

@@ -6,8 +6,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from tqdm import tqdm
@@ -31,14 +30,18 @@ class Reporter(Observer):
     logging set up they go to stderr."""
 
     def __init__(self, verbose: int) -> None:
-        self.verbose = verbose
-        self.looks = verbose >= 3
         self._warned = False
         self._said_idle = False
-        self._shows_bar = True
         self._bar: ProgressBar | None = None
-        self._level = logger.level
         self._handler: logging.Handler | None = None
+        self.verbose = 0
+        self.become(verbose)
+
+    def become(self, verbose: int) -> None:
+        """Report so much from now on."""
+        self.close()
+        self.verbose, self.looks = verbose, verbose >= 3
+        self._level = logger.level
         if verbose:
             if not logger.isEnabledFor(logging.INFO):
                 logger.setLevel(logging.INFO)
@@ -49,7 +52,7 @@ class Reporter(Observer):
 
     def evaluated(self, found: Evaluated) -> None:
         """Report the loss and the time taken."""
-        if self.verbose == 1 and self._shows_bar:
+        if self.verbose == 1:
             if self._bar is None:
                 self._bar = ProgressBar(desc="batchopt", unit=" evaluations", dynamic_ncols=True)
             self._bar.set_postfix_str(f"batch {found.batch}, loss {found.loss:.6g}", refresh=False)
@@ -62,15 +65,6 @@ class Reporter(Observer):
         if self.verbose >= 3:
             for answer in found.answers:
                 logger.info("  worker %d: %d samples, %.3f ms", answer.rank, answer.samples, answer.seconds * 1e3)
-
-    @contextmanager
-    def without_bar(self) -> Iterator[None]:
-        """Pause the bar in the body."""
-        self._shows_bar = False
-        try:
-            yield
-        finally:
-            self._shows_bar = True
 
     def cut_matters(self, module: torch.nn.Module, chunks: int) -> bool:
         """Tell whether cutting the batch into `chunks` changes the loss; if so, warn once."""
@@ -108,15 +102,11 @@ class Reporter(Observer):
         """Warn that additional workers, on a machine that has joined, did not start."""
         warn(f"could not start {workers} additional workers though there is room; continuing without them: {error}")
 
-    def chosen(self, configuration: object, reason: str) -> None:
-        """Report the choice of `parallelize="auto"`."""
-        self.decided("parallelize='auto' is %s: %s", configuration, reason)
-
-    def decided(self, message: str, *arguments: object) -> None:
-        """Say what was decided about evaluations: beside the bar, or in the log."""
+    def decided(self, message: str) -> None:
+        """Say it beside the bar, or in the log."""
         if self.verbose == 1:
-            ProgressBar.write(f"batchopt: {message % arguments}", file=sys.stderr)
-        self.note(message, *arguments)
+            ProgressBar.write(f"batchopt: {message}", file=sys.stderr)
+        self.note("%s", message)
 
     def note(self, message: str, *arguments: object) -> None:
         """Log an informative message at `verbose=2`."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 # Entries of every state; `weights`, `residuals` and `optimizer_class` are not in older ones, and `parallelize`
 # only in those of `parallelize="auto"`, `compiled` in those of `compile`.
 _ENTRIES = ("module", "optimizer", "history", "speeds", "seed")
+ENTRIES = frozenset((*_ENTRIES, "optimizer_class", "weights", "residuals", "parallelize", "compiled"))
 
 
 def class_of(optimizer: torch.optim.Optimizer | None) -> str | None:

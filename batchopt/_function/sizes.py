@@ -61,7 +61,7 @@ class Sizes:
         self._use(engine, self._best[1])
         self.chosen = True
         what = "a worker's share" if self.present is None else f"{self.present} samples"
-        engine.observers.reporter.decided("chunks of %s", what)
+        engine.observers.decided("chunks of %s", what)
 
     def took(self, engine: Engine, seconds: float) -> None:
         """Count the time of an evaluation, unless something else is being measured."""

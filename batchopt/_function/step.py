@@ -91,13 +91,15 @@ class History(NamedTuple):
 class Rules(NamedTuple):
     """The way in which the present evaluations are made. `on_nonfinite`: as given by the user, or "keep": f may be NaN.
     `checks_cut`: the first batch that is cut is compared with its parts. `apart`: evaluations belong to no step, and
-    change nothing in the module. `adapts`: policies may change how evaluations are made."""
+    change nothing in the module. `adapts`: policies may change how evaluations are made. `chunk_size`: in place of
+    that of the settings."""
 
     on_nonfinite: str
     compresses: bool
     checks_cut: bool
     apart: bool = False
     adapts: bool = True
+    chunk_size: int | None = None
 
 
 # The rules of an examination: it leaves no trace in what is chosen, compared or left of gradients.

@@ -9,12 +9,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from batchopt._checkpoint import file
-from batchopt._data import arguments
 from batchopt.errors import CheckpointError
+from batchopt.extending import read_count
 from batchopt.ignite.triggers import read_interval
 from batchopt.optimizer import BatchOptimizer
-from batchopt_workers.data.layout import Layout
 
 # The key of the loop's state in the state of a BatchOptimizer.
 ENTRY = "fit"
@@ -58,8 +56,8 @@ class Checkpoint:
     ) -> None:
         self.folder = Path(folder)
         self.interval = read_interval("every", every)
-        self.keep = arguments.read_count("keep", keep)
-        self.best_of = arguments.read_count("best", best, least=0)
+        self.keep = read_count("keep", keep)
+        self.best_of = read_count("best", best, least=0)
         if mode not in ("min", "max"):
             raise ValueError(f"`mode` must be 'min' or 'max'; got {mode!r}")
         self.score, self._sign = score, -1.0 if mode == "min" else 1.0
@@ -93,15 +91,17 @@ class Checkpoint:
         is_scored = isinstance(score, int | float) and math.isfinite(score)
         name = f"{iteration:08d},score={float(score)!r}.batchopt" if is_scored and score is not None else None
         target = self.folder / (name or f"{iteration:08d}.batchopt")
-        layout, content = opt._function.subject.flat.layout, {**opt.state_dict(), ENTRY: state}
-        opt.once(lambda: self._write(target, iteration, content, layout))
+        opt.once(self._make_folder)
+        opt.save(target, extra={ENTRY: state})
+        opt.once(lambda: self._delete_surplus(target, iteration))
 
-    def _write(self, target: Path, iteration: int, content: Any, layout: Layout) -> None:
+    def _make_folder(self) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CheckpointError(f"cannot make the folder of checkpoints '{self.folder}': {error.strerror}") from error
-        file.write(target, content, layout)
+
+    def _delete_surplus(self, target: Path, iteration: int) -> None:
         kept = {target, *(one.path for one in self.files()[-self.keep :])}
         kept |= {one.path for one in self._ranked()[: self.best_of]}
         for one in self.files():
@@ -134,17 +134,16 @@ class Checkpoint:
 
 def restore(opt: BatchOptimizer, path: Path, take: Callable[[Any], None]) -> None:
     """Resume from a file: `take` the loop's state, then load that of `opt`. Raises `CheckpointError`."""
-    state = file.read(path, opt._function.subject.flat.layout)
-    if ENTRY not in state:
-        raise CheckpointError(
-            f"cannot resume from checkpoint '{path}': it was not written by fit(), and has no position in the data; "
-            "opt.load_checkpoint() takes over parameters and optimizer"
-        )
-    try:
-        take(state[ENTRY])
-        opt.load_state_dict(state)
-    except (ValueError, RuntimeError, KeyError, TypeError) as error:
-        raise CheckpointError(f"cannot resume from checkpoint '{path}': {error}") from error
+
+    def take_own(extra: dict[str, Any]) -> None:
+        if ENTRY not in extra:
+            raise CheckpointError(
+                f"cannot resume from checkpoint '{path}': it was not written by fit(), and has no position in the "
+                "data; opt.load_checkpoint() takes over parameters and optimizer"
+            )
+        take(extra[ENTRY])
+
+    opt.load_checkpoint(path, take=take_own)
 
 
 def plain(state: Any) -> Any:

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, cast
 
 from ignite.engine import Engine, Events, State
 
-from batchopt._data import arguments
-from batchopt._function.prediction import ALONE, Scored, measured, read_metrics, scored
+from batchopt.extending import Scored, Scoring, check_callable
 from batchopt.ignite.events import guarded
 from batchopt.optimizer import BatchOptimizer
-
-
-class Predictions:
-    """An iterable that predicts for all of `data`, batch by batch."""
-
-    def __init__(self, opt: BatchOptimizer, data: Any, transform: Callable[[Any], Any] | None) -> None:
-        self._opt, self._data, self._transform = opt, data, transform
-
-    def __iter__(self) -> Iterator[Scored]:
-        return scored(self._opt._function, self._data, self._transform)
 
 
 class Evaluator(Engine):
@@ -28,25 +18,17 @@ class Evaluator(Engine):
 
     def __init__(self, opt: BatchOptimizer, metrics: Any, transform: Callable[[Any], Any] | None) -> None:
         super().__init__(self._process)
-        self._opt, self._transform = opt, transform
-        self._measures = read_metrics(metrics) if metrics else {}
-        self._found: list[Scored] = []
-        self.add_event_handler(Events.STARTED, Evaluator._begin)
+        self._scored: Callable[[Any], Scoring] = partial(opt.scored, metrics=metrics, transform=transform)
+        self._scored(None)  # raises for what are no metrics
+        self._is_named = metrics is None or isinstance(metrics, Mapping)
         self.add_event_handler(Events.COMPLETED, Evaluator._compute)
 
     def _process(self, _: Engine, batch: Scored) -> tuple[Any, Any]:
-        if self._measures:
-            self._found.append(batch)
         return batch.outputs, batch.targets
 
-    def _begin(self) -> None:
-        self._found = []
-
     def _compute(self) -> None:
-        found, self._found = self._found, []
-        if self._measures:
-            values = measured(self._measures, found)
-            self.state.metrics.update({"metric": values} if ALONE in self._measures else values)
+        values = cast(Scoring, self.state.dataloader).values
+        self.state.metrics.update(values if self._is_named else {"metric": values})
 
     def run(
         self,
@@ -60,7 +42,7 @@ class Evaluator(Engine):
             raise ValueError("an evaluator goes over its data once: give `data` alone")
         self.state.epoch_length = None  # of other data
         self.state.max_epochs = self.state.max_iters = None
-        return super().run(Predictions(self._opt, data, self._transform), max_epochs=1)
+        return super().run(self._scored(data), max_epochs=1)
 
 
 def create_evaluator(
@@ -82,5 +64,5 @@ def create_evaluator(
     if not isinstance(opt, BatchOptimizer):
         raise TypeError(f"`opt` must be a BatchOptimizer; got {type(opt).__name__}")
     if transform is not None:
-        arguments.check_callable("transform", transform, ("outputs",))
+        check_callable("transform", transform, ("outputs",))
     return guarded(Evaluator(opt, metrics, transform))

@@ -8,8 +8,8 @@ from typing import Any
 
 from ignite.engine import Engine, State
 
-from batchopt._data import arguments
-from batchopt._data.epochs import Batches
+from batchopt import Batches
+from batchopt.extending import read_bool, read_count
 from batchopt.ignite.checkpoint import Checkpoint, restore
 from batchopt.ignite.evaluator import create_evaluator
 from batchopt.ignite.loop import Log, Loop, Parts, progress, read_callbacks
@@ -86,8 +86,8 @@ def fit(
     batches = _positioned(batches_of(train, opt.seed), begin_epoch)
     trainer = create_trainer(opt)
     parts = Parts(
-        arguments.read_count("epochs", epochs),
-        score_every=arguments.read_count("score_every", score_every),
+        read_count("epochs", epochs),
+        score_every=read_count("score_every", score_every),
         on_batch=read_callbacks("on_batch", on_batch),
         on_epoch=read_callbacks("on_epoch", on_epoch),
         on_eval_batch=read_callbacks("on_eval_batch", on_eval_batch),
@@ -96,7 +96,7 @@ def fit(
         schedule=None if scheduler is None else Schedule(scheduler, scheduler_step),
         checkpoint=checkpoint if isinstance(checkpoint, Checkpoint | None) else Checkpoint(checkpoint, keep=keep),
         logs=_read_logs(log, opt.is_main),
-        epoch_0=arguments.read_bool("epoch_0", epoch_0),
+        epoch_0=read_bool("epoch_0", epoch_0),
         time_limit=_read_time_limit(time_limit),
     )
     _read_metrics(parts, opt, eval_data, metrics)
@@ -133,7 +133,7 @@ def _run(
 
 def _positioned(batches: Batches, begin_epoch: int) -> Batches:
     """Return the batches, after this many epochs. Raises `ValueError` at another position, or without a length."""
-    begin = arguments.read_count("begin_epoch", begin_epoch, least=0)
+    begin = read_count("begin_epoch", begin_epoch, least=0)
     if begin and batches.iteration == 0:
         length = length_of(batches)
         if length is None:

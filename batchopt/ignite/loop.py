@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,16 +13,16 @@ from typing import Any, Protocol, cast
 import torch
 from ignite.engine import Engine, Events
 
-from batchopt._data import arguments
-from batchopt._data.epochs import Batches
-from batchopt._function.prepared import PreparedBatch
-from batchopt._function.reporter import ProgressBar, logger
+from batchopt import Batches
+from batchopt.extending import Observer, PreparedBatch, ProgressBar, check_callable
 from batchopt.ignite.checkpoint import Checkpoint
 from batchopt.ignite.monitor import Monitor
 from batchopt.ignite.schedule import Schedule
 from batchopt.ignite.trainer import length_of
 from batchopt.ignite.triggers import EarlyStopping, Filter
 from batchopt.optimizer import BatchOptimizer
+
+logger = logging.getLogger("batchopt")
 
 
 class Log(Protocol):
@@ -331,7 +333,7 @@ def read_callbacks(name: str, given: Any) -> tuple[Callback, ...]:
     for callback in callbacks:
         if callback is None:
             raise TypeError(f"`{name}` must be a function of a Moment, or a list of such; got None")
-        arguments.check_callable(name, callback, ("moment",))
+        check_callable(name, callback, ("moment",))
     return callbacks
 
 
@@ -372,12 +374,16 @@ def learning_rate(optimizer: torch.optim.Optimizer | None) -> dict[str, float]:
     return {} if rate is None else {"lr": float(rate)}
 
 
-class Progress:
+class Progress(Observer):
     """Shows progress, by `verbose`: 1: a bar for each epoch. 2 and 3: a log record for each epoch, with its numbers."""
 
     def __init__(self, verbose: int, epochs: int) -> None:
         self._verbose, self._epochs = verbose, epochs
         self._bar: ProgressBar | None = None
+
+    def decided(self, message: str) -> None:
+        """Say it beside the bar."""
+        ProgressBar.write(f"batchopt: {message}", file=sys.stderr)
 
     def batch(self, epoch: int, batch: int, batches: int | None, loss: float) -> None:
         """Show the finished batch with this number in its epoch, out of `batches`."""
@@ -407,10 +413,16 @@ class Progress:
 
 @contextmanager
 def progress(opt: BatchOptimizer, epochs: int) -> Iterator[Progress]:
-    """Show the progress of `opt`, whose own bar is paused in the body."""
-    shown = Progress(opt._function.observers.reporter.verbose, epochs)
+    """Show the progress of `opt`, in place of its own bar."""
+    verbose = opt.verbose
+    shown = Progress(verbose, epochs)
     try:
-        with opt._function.observers.reporter.without_bar():
+        if verbose != 1:
+            yield shown
+            return
+        opt.verbose = 0
+        with opt.observe(shown):
             yield shown
     finally:
+        opt.verbose = verbose
         shown.close()

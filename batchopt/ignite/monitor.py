@@ -9,11 +9,9 @@ from typing import Any
 
 import torch
 
-from batchopt._data import arguments
+from batchopt.extending import check_callable, items_of, reals
 from batchopt.ignite.triggers import read_interval
 from batchopt.optimizer import BatchOptimizer
-from batchopt_workers.data.layout import reals
-from batchopt_workers.data.structures import items_of
 
 Statistic = Callable[[torch.Tensor], Any]
 
@@ -39,7 +37,7 @@ class Monitor:
 
     def __init__(self, pattern: str = ".*", statistic: Statistic = norm_by_size, every: Any = 1) -> None:
         self._pattern = re.compile(pattern)
-        arguments.check_callable("statistic", statistic, ("tensor",))
+        check_callable("statistic", statistic, ("tensor",))
         self._statistic = statistic
         self.interval = read_interval("every", every)
         self.values: dict[str, float] = {}

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from batchopt._data.epochs import Batches, LoaderSource
-from batchopt._data.prefetch import to_the_end
+from batchopt import Batches
+from batchopt.extending import LoaderSource
 
 
 def batches_of(data: Any, seed: int) -> Batches:
@@ -22,9 +22,7 @@ def batches_of(data: Any, seed: int) -> Batches:
     if isinstance(data, Batches):
         return data
     batches = Batches(data)
-    if isinstance(batches._source, LoaderSource):
-        batches._source = SeededLoader(data, seed)
-    return batches
+    return Batches(source=SeededLoader(data, seed)) if isinstance(batches.source, LoaderSource) else batches
 
 
 class SeededLoader(LoaderSource):
@@ -33,22 +31,22 @@ class SeededLoader(LoaderSource):
     generators of the process are restored; those of the loader are not. A position is found by reading and skipping."""
 
     def __init__(self, loader: Iterable[Any], seed: int) -> None:
-        super().__init__(loader, {})
+        super().__init__(loader)
         self._seed = seed
 
     def read(self, epoch: int, start: int) -> Iterator[tuple[Any, bool]]:
         """Yield the batches of an epoch from number `start` on, each with a flag that marks the last one."""
-        for number, generator in enumerate(generators_of(self._loader)):
+        for number, generator in enumerate(generators_of(self.loader)):
             generator.manual_seed(_derived(self._seed, epoch, number))
-        for sampler in _samplers(self._loader):
+        for sampler in _samplers(self.loader):
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
-        with _with_generators(_samplers(self._loader), _derived(self._seed, epoch)):
+        with _with_generators(_samplers(self.loader), _derived(self._seed, epoch)):
             yield from self._read(epoch, start)
 
     def _read(self, epoch: int, start: int) -> Iterator[tuple[Any, bool]]:
         with seeded(_derived(self._seed, epoch)):
-            batches = to_the_end(iter(self._loader))
+            batches = self.batches()
         nothing, number = object(), 0
         ahead = self._drawn(batches, epoch)
         batch = next(ahead, nothing)
@@ -58,11 +56,11 @@ class SeededLoader(LoaderSource):
                 yield batch, following is nothing
             number, batch = number + 1, following
         if number <= start:
-            raise ValueError(f"the loader ({type(self._loader).__name__}) has no batch {start} in epoch {epoch}")
+            raise ValueError(f"the loader ({type(self.loader).__name__}) has no batch {start} in epoch {epoch}")
 
     def _drawn(self, batches: Iterator[Any], epoch: int) -> Iterator[Any]:
         nothing, number = object(), 0
-        generators = generators_of(self._loader)  # other iterators over the loader may draw from them too
+        generators = generators_of(self.loader)  # other iterators over the loader may draw from them too
         states = [generator.get_state() for generator in generators]
         while True:
             for generator, state in zip(generators, states, strict=True):

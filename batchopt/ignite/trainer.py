@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from ignite.engine import Engine, Events, State
 
-from batchopt._data import arguments
-from batchopt._data.epochs import Batches, EpochBatch
-from batchopt._data.prefetch import as_arguments, as_batch_of_terms, to_the_end
-from batchopt._function.prepared import PreparedBatch
+from batchopt import Batches
+from batchopt.extending import PreparedBatch, check_callable
 from batchopt.ignite.events import COUNTS, StepEvents, guarded, telling
 from batchopt.optimizer import BatchOptimizer
 
@@ -26,13 +24,9 @@ class Trainer(Engine):
 
     def _process(self, _: Engine, batch: Any) -> Any:
         with telling(self, self.opt):
-            loss = self.opt.step(*self._arguments(batch))
+            # any other batch is of data that a handler has set
+            loss = self.opt.step(batch) if isinstance(batch, PreparedBatch) else next(self.opt.steps([batch]))
         return loss if self._transform is None else self._transform(loss)
-
-    def _arguments(self, batch: Any) -> tuple[Any, ...]:
-        if isinstance(batch, PreparedBatch):
-            return (batch,)
-        return as_batch_of_terms(batch) if self.opt.weights else as_arguments(batch)
 
     def run(
         self,
@@ -80,7 +74,7 @@ class Trainer(Engine):
         else:
             begun = bool(state.epoch_length and state.iteration % state.epoch_length)
         if not begun:
-            begin(lambda: self.opt.full_gradient(feed.data))
+            begin(lambda: self.opt.full_gradient(feed.data, convert=feed.prepare))
 
 
 def length_of(feed: Any) -> int | None:
@@ -117,9 +111,9 @@ def create_trainer(
     if not isinstance(opt, BatchOptimizer):
         raise TypeError(f"`opt` must be a BatchOptimizer; got {type(opt).__name__}")
     if prepare_batch is not None:
-        arguments.check_callable("prepare_batch", prepare_batch, ("batch",))
+        check_callable("prepare_batch", prepare_batch, ("batch",))
     if output_transform is not None:
-        arguments.check_callable("output_transform", output_transform, ("loss",))
+        check_callable("output_transform", output_transform, ("loss",))
     return guarded(Trainer(opt, prepare_batch, output_transform))
 
 
@@ -133,12 +127,12 @@ class Feed:
     def __init__(self, opt: BatchOptimizer, data: Iterable[Any], prepare: Prepare | None) -> None:
         self._opt = opt
         self.batches = data if isinstance(data, Batches) else None
-        self.data = data if prepare is None else _converted(data, prepare)
+        self.data, self.prepare = data, prepare
         self._present: Iterator[PreparedBatch] | None = None
 
     def __iter__(self) -> Iterator[PreparedBatch]:
         self.close()
-        self._present = self._opt.prepared(self.data)
+        self._present = self._opt.prepared(self.data, convert=self.prepare)
         return self._present
 
     def __len__(self) -> int:
@@ -150,46 +144,3 @@ class Feed:
         present, self._present = self._present, None
         if present is not None:
             present.close()  # type: ignore[attr-defined]  # it is a generator
-
-
-def _converted(data: Iterable[Any], prepare: Prepare) -> Iterable[Any]:
-    return _ConvertedBatches(data, prepare) if isinstance(data, Batches) else _Converted(data, prepare)
-
-
-class _Converted:
-    """The batches, converted."""
-
-    def __init__(self, data: Iterable[Any], prepare: Prepare) -> None:
-        self._data, self._prepare = data, prepare
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self._prepare(batch) for batch in to_the_end(iter(self._data)))  # no map(): see PEP 479
-
-    def __len__(self) -> int:
-        return len(self._data)  # type: ignore[arg-type]
-
-
-class _ConvertedBatches(Batches):
-    """The converted batches of other `Batches`, with their position."""
-
-    def __init__(self, batches: Batches, prepare: Prepare) -> None:
-        self._batches, self._prepare = batches, prepare
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def turns(self) -> Iterator[EpochBatch]:
-        """Return the remaining turns of the epoch."""
-        return (turn._replace(batch=self._prepare(turn.batch)) for turn in self._batches.turns())
-
-    def finish(self, turn: EpochBatch) -> None:
-        """Count this batch in the original `Batches`."""
-        self._batches.finish(turn)
-
-    def rows(self, turn: EpochBatch) -> Sequence[int] | None:
-        """Return the indices of this batch's samples in the data."""
-        return self._batches.rows(turn)
-
-    def whole(self) -> Iterator[Any]:
-        """Return all batches of the current epoch."""
-        return (self._prepare(batch) for batch in self._batches.whole())

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from batchopt._function.hogwild import HogwildResult
 from batchopt.optimizer import BatchOptimizer
-from batchopt_workers.tasks.hogwild import Factory
+
+if TYPE_CHECKING:
+    from batchopt.extending import HogwildResult
 
 
 def hogwild(
@@ -17,7 +18,7 @@ def hogwild(
     criterion: Callable[..., Any] | None,
     data: Any,
     *,
-    optimizer: Factory,
+    optimizer: Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer],
     batch_size: int,
     parallelize: int | str = 1,
     epochs: int = 1,

@@ -10,10 +10,8 @@ from typing import Any
 
 import torch
 
-from batchopt._data import arguments
-from batchopt._data.batches import as_tensors
+from batchopt.extending import as_tensors, is_tensor, items_of, map_tensors, read_count, tensors_in
 from batchopt.optimizer import BatchOptimizer
-from batchopt_workers.data.structures import is_tensor, items_of, map_tensors, tensors_in
 
 
 def resample(
@@ -45,7 +43,7 @@ def resample(
         k: 0 or more; 0 is the uniform distribution, a large one prefers the largest residuals.
         c: 0 or more: the larger, the more uniform.
         keep: points that come before the drawn ones, in the structure of the candidates.
-        seed: of the draw. Default: derived from opt's seed, the number of batches loaded and the term's name, so that a
+        seed: of the draw. Default: derived from opt's seed, the number of evaluations and the term's name, so that a
             run resumes from a checkpoint with the same points as an uninterrupted one.
 
     Returns rows of the candidates in their order and structure. With `chunk_size` they are the same for any number of
@@ -65,10 +63,10 @@ def resample(
     if kept is not None:
         _check_rows("keep", kept)
         _check_alike(kept, entry)
-    if arguments.read_count("samples", samples) > size:
+    if read_count("samples", samples) > size:
         raise ValueError(f"`samples` must be at most the number of candidates, {size}; got {samples}")
     k, c = _read_factor("k", k), _read_factor("c", c)
-    number = _seed_of(opt, term) if seed is None else arguments.read("seed", seed)
+    number = _seed_of(opt, term) if seed is None else read_count("seed", seed, least=0)
     weights = _weights(_sizes(opt, term, entry), k, c, term)
     if int((weights > 0).sum()) < samples:
         raise ValueError(
@@ -135,8 +133,7 @@ def _draw(weights: torch.Tensor, samples: int, seed: int) -> torch.Tensor:
 
 
 def _seed_of(opt: BatchOptimizer, term: str | None) -> int:
-    function = opt._function
-    key = struct.pack("<QQ", function.settings.seed % 2**64, function.history.counters.steps) + repr(term).encode()
+    key = struct.pack("<QQ", opt.seed % 2**64, opt.eval_counter) + repr(term).encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "little")
 
 

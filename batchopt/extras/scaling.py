@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import log2
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from batchopt._function.choice import Configuration, coordination
-from batchopt._function.engine import Engine
-from batchopt._function.step import EXAMINED
-from batchopt._machine.cores import usable_cores
-from batchopt._mapreduce.plan import make_plan
-from batchopt._mapreduce.speeds import Speeds
-from batchopt_workers.data.batch import Batch
-from batchopt_workers.process.messages import Cut, Order
+from batchopt.extending import coordination, read_positive, usable_cores
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from batchopt.optimizer import BatchOptimizer
+
 # Seconds that an exchange between machines takes beside its bytes, for each doubling of their number: as for gradients
 # of 10,000 elements in docs/benchmarks.md.
 LATENCY = 2.5e-3
-# The part of the batch that is timed beside all of it, for what an evaluation takes whatever its samples.
+# The batch is timed in so many parts beside all at once, for what an evaluation takes whatever its samples.
 PART = 8
 MOST = 64  # workers and machines to which times are computed
 
@@ -135,35 +132,27 @@ class Scaling:
         return figure
 
 
-def measure_scaling(function: Engine, evaluate: Callable[[], object], seconds: float, bandwidth: float) -> Scaling:
+def measure_scaling(opt: BatchOptimizer, seconds: float, bandwidth: float) -> Scaling:
     """Time evaluations of the loaded batch; documented at `BatchOptimizer.scaling`."""
-    step, workers, cores = function.ready(), function.workers, usable_cores()
-    if function.settings.backend not in ("process", "serial") or function.settings.devices is not None:
+    seconds = read_positive("seconds", seconds, "number of seconds")
+    bandwidth = read_positive("bandwidth", bandwidth, "number of bytes per second")
+    if opt.arguments["backend"] not in ("process", "serial") or opt.arguments["devices"] is not None:
         raise ValueError("scaling() is about the cores of this machine: use backend='process', without `devices`")
-    given = function.settings.threads_per_worker
+    given, cores = opt.arguments["threads_per_worker"], usable_cores()
     numbers = sorted({2**k for k in range(1, cores.bit_length()) if 2**k <= cores} | ({cores} if cores > 1 else set()))
-    configurations = [Configuration(1, given), *(Configuration(n, given or 1) for n in numbers)]
+    configurations = [(1, given), *((number, given or 1) for number in numbers)]
     if given is None:
-        configurations.insert(1, Configuration(1, 1))
-    before, speeds = workers.configuration, workers.speeds
-    bytes_of_gradient = function.subject.x.numel() * function.subject.x.element_size()
+        configurations.insert(1, (1, 1))
     rows = []
-    with function.apart("scaling()", **EXAMINED):
-        try:
-            for configuration in configurations:
-                function.use(*configuration)
-                function.begin(workers.prepare(step.batch))
-                took = _median(evaluate, seconds / len(configurations))
-                pids = [info.pid for info in workers.infos]
-                memory = None if configuration.workers == 1 else max(map(_private_bytes, pids))
-                threads = configuration.threads or cores
-                rows.append(ScalingRow(configuration.workers, threads, took, memory=memory))
-            function.use(1, 1)
-            function.begin(workers.prepare(step.batch))
-            fixed, whole = _model(function, step.batch, step.chunk_size)
-        finally:
-            function.use(*before)
-            workers.set_speeds(speeds)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that f depends on the cut was said where the batch was loaded
+        for workers, threads in configurations:
+            with opt.twin(loaded=True, parallelize=workers, threads_per_worker=threads) as twin:
+                took = _median(twin.evaluate, seconds / len(configurations))
+                memory = None if workers == 1 else max(_private_bytes(worker.pid) for worker in twin.workers)
+            rows.append(ScalingRow(workers, threads or cores, took, memory=memory))
+        fixed, whole = _model(opt)
+    bytes_of_gradient = opt.parameters.numel() * opt.parameters.element_size()
     return Scaling((*rows, *_computed(rows, fixed, whole, bytes_of_gradient, bandwidth)))
 
 
@@ -172,33 +161,30 @@ def _median(evaluate: Callable[[], object], seconds: float) -> float:
     for _ in range(3):
         evaluate()
     found: list[float] = []
-    while len(found) < 3 or sum(found) < seconds:
+    while len(found) < 5 or sum(found) < seconds:
         began = time.perf_counter()
         evaluate()
         found.append(time.perf_counter() - began)
     return statistics.median(found)
 
 
-def _model(function: Engine, batch: Batch, chunk_size: int | None) -> tuple[float, float]:
+def _model(opt: BatchOptimizer) -> tuple[float, float]:
     """Return the seconds that a worker's evaluation takes whatever its samples, and those of all samples, by one
-    thread."""
-    workers, step = function.workers, function.ready()
-    plan = make_plan(batch.size, chunk_size, Speeds.unknown(PART))
+    thread: of the batch in one chunk and in several, each of which takes the former. With `chunk_size` chunks are what
+    they are."""
 
-    def seconds_of(cut: Cut, last: int) -> float:
-        order = Order(workers.number(), step.number, 0, last)
-        began = time.perf_counter()
-        workers.backend.evaluate(cut, order, [(0, last)])
-        return time.perf_counter() - began
+    def seconds_of(chunk_size: int) -> float:
+        with opt.twin(loaded=True, threads_per_worker=1, chunk_size=chunk_size) as twin:
+            return _median(twin.evaluate, 0.0)
 
-    whole_cut = plan.cut if chunk_size is not None else Cut((0, batch.size))
-    chunks, part = whole_cut.chunks, max(1, plan.runs[0][1])
-    with workers.without_hooks():
-        whole = statistics.median([seconds_of(whole_cut, chunks) for _ in range(6)][1:])
-        share = statistics.median([seconds_of(plan.cut, part) for _ in range(6)][1:])
-    samples = plan.cut.bounds[part] / batch.size
-    of_all = max(0.0, (whole - share) / (1 - samples)) if samples < 1 else whole
-    return max(0.0, whole - of_all), of_all
+    given, samples = opt.chunk_size, opt.batch_size
+    if given is not None:
+        return 0.0, seconds_of(given)
+    part = math.ceil(samples / PART)
+    parts, whole = math.ceil(samples / part), seconds_of(samples)
+    fixed = max(0.0, seconds_of(part) - whole) / (parts - 1) if parts > 1 else 0.0
+    fixed = min(fixed, whole)
+    return fixed, whole - fixed
 
 
 def _computed(rows: list[ScalingRow], fixed: float, whole: float, gradient: int, bandwidth: float) -> list[ScalingRow]:

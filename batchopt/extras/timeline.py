@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from batchopt._function.observer import Evaluated, Observer
-from batchopt._mapreduce.answers import Answer
+from batchopt.extending import Answer, Evaluated, Observer
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

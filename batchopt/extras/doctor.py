@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils.data import Dataset
 
-from batchopt._data.batches import samples_of
-from batchopt._function.checks import cut_differences
-from batchopt._function.engine import Engine
-from batchopt._function.step import EXAMINED, Counters
-from batchopt._mapreduce.plan import make_plan
-from batchopt._program.copies import copied
-from batchopt._program.flat_module import FlatModule
-from batchopt_workers.data.structures import map_tensors
-from batchopt_workers.process.interrupts import let_through
-from batchopt_workers.tasks.inspection import normalises_by_chunk, written
+from batchopt.extending import doubled, let_through, map_tensors, normalises_by_chunk, written
+
+if TYPE_CHECKING:
+    from batchopt.evaluations import Evaluations
+    from batchopt.optimizer import BatchOptimizer
 
 CHUNKS = 4  # of the batch, to test a cut
 # Steps of the finite differences, relative to the size of X; in single precision a hundred times as long. For the first
@@ -35,9 +30,6 @@ FINE = 3
 # method of tolerance 1e-4, at 36 points: the cut was off by up to 250 times as much as the slope, and by at most 8e-4.)
 SLOPE_TOLERANCE, CUT_TOLERANCE, SINGLE = 1e-3, 1e-5, 1e-3
 LOOSER, MOST = 1000, 2e-3
-
-
-Evaluate = Callable[[], torch.Tensor]
 
 
 class Culprit(Enum):
@@ -108,9 +100,9 @@ class Value(NamedTuple):
     gradient: torch.Tensor
 
 
-def _value(function: Engine, evaluate: Evaluate | None = None) -> Value:
-    loss = (evaluate or function.evaluate)().item()
-    return Value(loss, function.subject.gradient.double().clone())
+def _value(opt: Evaluations) -> Value:
+    loss = opt.evaluate().item()
+    return Value(loss, opt.grad_parameters.double().clone())
 
 
 def _difference(one: Value, two: Value) -> float:
@@ -167,49 +159,19 @@ def best_slope(stencils: Sequence[Stencil]) -> Verdict:
 class Examination:
     """The checks of one function on one batch, each made on request."""
 
-    def __init__(self, function: Engine, evaluate: Evaluate, inputs: Any, targets: Any, options: Any) -> None:
-        """Load the batch in `function`, cut into fixed chunks; `evaluate` evaluates it."""
-        self._function, self._evaluate, self._batch = function, evaluate, (inputs, targets, options)
-        function.load(inputs, targets, options)
-        step, workers = function.ready(), function.workers
-        self.size = step.batch.size
-        self._chunk_size = step.chunk_size or math.ceil(self.size / max(CHUNKS, len(workers.infos)))
-        plan = make_plan(self.size, self._chunk_size, workers.speeds)
-        function.step = step._replace(chunk_size=self._chunk_size, plan=plan)
+    def __init__(self, opt: BatchOptimizer, batch: tuple[Any, Any, Any], chunk_size: int) -> None:
+        """Examine `opt`, in which the batch is loaded, cut into chunks of this size."""
+        self._opt, self._batch, self._chunk_size, self.size = opt, batch, chunk_size, opt.batch_size
         self._doubles = self._can_double()
-        self._dtype = torch.float64 if self._doubles else function.parameters.dtype
+        self._dtype = torch.float64 if self._doubles else opt.parameters.dtype
         self._cut_tolerance = CUT_TOLERANCE if self._dtype is torch.float64 else SINGLE
         self.undecided = False  # a cut could not be judged
         self._imprecision = 0.0  # of f and its gradient, relative, as found by the slope
 
-    def _twin(self, hooks: bool = True, **changes: Any) -> Engine:
-        """Return a serial function of a copy of the module, in float64 where the module can be evaluated in it."""
-        program = copied(self._function.workers.program)
-        if self._doubles:
-            program.module._apply(_double)  # type: ignore[no-untyped-call]  # complex ones too
-            if isinstance(program.criterion, torch.nn.Module):
-                program.criterion._apply(_double)  # type: ignore[no-untyped-call]
-        if not hooks:
-            program = replace(program, prehook=None, posthook=None)
-        function = self._function
-        serial: dict[str, Any] = dict.fromkeys(("speeds", "devices", "precode", "compress"))
-        serial |= dict.fromkeys(("check_cut", "automatic", "sizes_chunks", "compile", "graph"), False)
-        serial |= {"backend": "serial", "parallelize": 1, "options": {}, "verbose": 0}
-        settings = replace(function.settings, **serial, terms=function.reader.terms).having(program)
-        counters = Counters(steps=function.history.counters.steps - 1)  # so its first step has the same draws
-        return Engine(FlatModule(program.module), replace(settings, **changes), counters)
-
-    def _load(self, twin: Engine) -> None:
-        inputs, targets, options = self._batch
-        if self._doubles:
-            inputs, targets = _doubled(inputs), _doubled(targets)
-        twin.load(inputs, targets, options)
-
     def _can_double(self) -> bool:
         self._doubles = True
         try:
-            with self._twin(chunk_size=self.size, on_nonfinite="return") as twin:
-                self._load(twin)
+            with self._loaded(chunk_size=self.size, on_nonfinite="return") as twin:
                 twin.evaluate()
         except Exception as error:  # a module written for one dtype may raise anything
             let_through(error)
@@ -217,14 +179,17 @@ class Examination:
         return True
 
     @contextmanager
-    def _loaded(self, dropout: bool = True, **changes: Any) -> Iterator[Engine]:
-        """Load the batch in a twin, with or without dropout."""
-        with self._twin(**changes) as twin:
+    def _loaded(self, dropout: bool = True, hooks: bool = True, **changes: Any) -> Iterator[Evaluations]:
+        """Load the batch in a twin, with or without dropout, in float64 where the module can be evaluated in it."""
+        with self._opt.twin(double=self._doubles, hooks=hooks, **changes) as twin:
             if not dropout:
-                for part in twin.subject.module.modules():
+                for part in twin.module.modules():
                     if isinstance(part, torch.nn.modules.dropout._DropoutNd):
                         part.eval()
-            self._load(twin)
+            inputs, targets, options = self._batch
+            if self._doubles:
+                inputs, targets = _doubled(inputs), _doubled(targets)
+            twin.load(inputs, targets, options)
             yield twin
 
     def value(self, dropout: bool = True, **changes: Any) -> Value:
@@ -234,35 +199,31 @@ class Examination:
 
     def repeats(self) -> tuple[Check, list[str]]:
         """Compare two evaluations at one point; also return which parts of module and criterion they changed."""
-        before = self._function.run_on_workers(written)
-        one, two = _value(self._function, self._evaluate), _value(self._function, self._evaluate)
-        after = self._function.run_on_workers(written)
+        before = self._opt.run_on_workers(written)
+        one, two = _value(self._opt), _value(self._opt)
+        after = self._opt.run_on_workers(written)
         changed = sorted({name for a, b in zip(before, after, strict=True) for name in b if a.get(name) != b[name]})
         same = one.loss == two.loss and torch.equal(one.gradient, two.gradient)
         return Check("two evaluations have the same bits", same, f"difference {_difference(one, two):.1e}"), changed
 
     def compiled(self) -> Check | None:
         """Compare a compiled evaluation with an eager one; None if none are compiled."""
-        function, workers = self._function, self._function.workers
-        if function.policies.compilation is None:
+        if not self._opt.compiled:
             return None
-        artifacts = workers.mode.artifacts
-        workers.evaluate_by(())
-        eager = _value(function, self._evaluate)
-        workers.evaluate_by(artifacts)
-        found = _value(function, self._evaluate)
-        difference = _difference(found, eager)
-        passed = difference <= torch.finfo(function.parameters.dtype).eps ** 0.5
-        numbers = f"difference {difference:.1e}, {function.policies.compilation}"
+        with self._opt.uncompiled():
+            eager = _value(self._opt)
+        difference = _difference(_value(self._opt), eager)
+        passed = difference <= torch.finfo(self._opt.parameters.dtype).eps ** 0.5
+        numbers = f"difference {difference:.1e}, {self._opt.compiled}"
         return Check("compiled evaluations are the eager ones", passed, numbers)
 
     def recorded(self) -> Check | None:
         """Compare a recorded evaluation with an eager one; None where none are recorded."""
-        if not self._function.settings.graph or self._function.workers.infos[0].graph is None:
+        if not self._opt.arguments["graph"] or self._opt.workers[0].graph is None:
             return None
         with self._loaded(graph=True) as twin:
             *_, found = [_value(twin) for _ in range(3)]
-            status = twin.workers.infos[0].graph
+            status = twin.workers[0].graph
         difference = _difference(found, self.value())
         passed = difference <= torch.finfo(self._dtype).eps ** 0.5
         return Check("recorded evaluations are the eager ones", passed, f"difference {difference:.1e}, {status}")
@@ -272,8 +233,7 @@ class Examination:
         (a module may compute in single precision inside, or solve an equation to a tolerance): it is measured at each
         step length."""
         stencils: list[Stencil] = []
-        with self._twin(chunk_size=self.size, hooks=hooks) as twin:
-            self._load(twin)
+        with self._loaded(chunk_size=self.size, hooks=hooks) as twin:
             here = _value(twin)
             start = twin.parameters.double().clone()
             direction = _direction(here.gradient)
@@ -303,7 +263,7 @@ class Examination:
 
     def _cut_of_few(self, question: str, **changes: Any) -> Check:
         with self._loaded(dropout=False, chunk_size=self.size, **changes) as twin:
-            found = cut_differences(twin, self.size)
+            found = twin.cut_differences(self.size)
         self.undecided = not all(difference.decided for difference in found)
         drawn = "it draws random numbers, so of a few samples: "
         if self.undecided:
@@ -319,19 +279,25 @@ class Examination:
         doubles, self._doubles = self._doubles, False
         serial = self.value(chunk_size=self._chunk_size)
         self._doubles = doubles
-        difference = _difference(serial, _value(self._function, self._evaluate))
-        tolerance = self._tolerance(1e-9 if self._function.parameters.dtype is torch.float64 else SINGLE)
+        difference = _difference(serial, _value(self._opt))
+        tolerance = self._tolerance(1e-9 if self._opt.parameters.dtype is torch.float64 else SINGLE)
         return Check("workers compute what this process does", difference <= tolerance, f"difference {difference:.1e}")
 
 
-def examine(function: Engine, evaluate: Evaluate, inputs: Any, targets: Any, options: Any) -> Diagnosis:
-    """Check `function`, as `evaluate` evaluates it, on a batch; stop at the first check that fails."""
-    with function.apart("check()", **EXAMINED), warnings.catch_warnings():
+def examine(opt: BatchOptimizer, inputs: Any, targets: Any, options: Any) -> Diagnosis:
+    """Check `opt` on a batch; stop at the first check that fails."""
+    batch = inputs, targets, options
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return _examine(function, Examination(function, evaluate, inputs, targets, options))
+        with opt.apart("check()"):
+            opt.load(*batch)
+            size = opt.chunk_size or math.ceil(opt.batch_size / max(CHUNKS, len(opt.workers)))
+        with opt.apart("check()", chunk_size=size):
+            opt.load(*batch)
+            return _examine(opt, Examination(opt, batch, size))
 
 
-def _examine(function: Engine, examination: Examination) -> Diagnosis:
+def _examine(opt: BatchOptimizer, examination: Examination) -> Diagnosis:
     checks: list[Check] = []
 
     def failed(check: Check) -> bool:
@@ -347,12 +313,12 @@ def _examine(function: Engine, examination: Examination) -> Diagnosis:
     if failed(examination.slope()):
         return found(Culprit.HOOK if examination.slope(hooks=False).passed else Culprit.GRADIENT)
     if examination.size > 1 and failed(examination.cut()):
-        norms = [name for name, part in function.subject.module.named_modules() if normalises_by_chunk(part) is part]
+        norms = [name for name, part in opt.module.named_modules() if normalises_by_chunk(part) is part]
         if norms:
             return found(Culprit.BATCH_NORM, ", ".join(norms))
         if examination.undecided:
             return found(Culprit.UNDECIDED)
-        if getattr(function.settings.criterion, "reduction", None) is None and examination.cut(reduction="sum").passed:
+        if getattr(opt.criterion, "reduction", None) is None and examination.cut(reduction="sum").passed:
             return found(Culprit.REDUCTION)
         return found(Culprit.HOOK if examination.cut(hooks=False).passed else Culprit.CUT)
     if failed(examination.parallel()):
@@ -366,7 +332,7 @@ def _examine(function: Engine, examination: Examination) -> Diagnosis:
     return found(Culprit.NONE)
 
 
-def _stencil(twin: Engine, start: torch.Tensor, direction: torch.Tensor, here: Value, step: float) -> Stencil:
+def _stencil(twin: Evaluations, start: torch.Tensor, direction: torch.Tensor, here: Value, step: float) -> Stencil:
     """Evaluate five points along `direction` (shape `(n,)`, length 1); the middle one is `start`, where f is `here`."""
     values = []
     for i in (-2, -1, 0, 1, 2):
@@ -396,15 +362,9 @@ def _direction(gradient: torch.Tensor) -> torch.Tensor:
     return gradient / norm if norm > 0 else torch.full_like(gradient, len(gradient) ** -0.5)
 
 
-def _double(tensor: torch.Tensor) -> torch.Tensor:
-    """Convert to double precision, unless these are integers."""
-    exact = not (tensor.is_floating_point() or tensor.is_complex())
-    return tensor if exact else tensor.to(torch.promote_types(tensor.dtype, torch.float64))
-
-
 def _doubled(data: Any) -> Any:
     def double(tensor: torch.Tensor) -> torch.Tensor:
-        return _double(tensor.detach()).requires_grad_(tensor.requires_grad)
+        return doubled(tensor.detach()).requires_grad_(tensor.requires_grad)
 
     return _DoubledItems(data) if isinstance(data, Dataset) else map_tensors(double, data)
 
@@ -416,7 +376,7 @@ class _DoubledItems(Dataset[Any]):
         self._dataset = dataset
 
     def __len__(self) -> int:
-        return samples_of(self._dataset)
+        return len(self._dataset)  # type: ignore[arg-type]
 
     def __getitem__(self, index: int) -> Any:
         return _doubled(self._dataset[index])

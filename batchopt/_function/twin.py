@@ -1,0 +1,47 @@
+"""A function of a copy of the module, to compare with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from batchopt._function.engine import Engine
+from batchopt._function.step import Counters
+from batchopt._program.copies import copied
+from batchopt._program.flat_module import FlatModule
+
+# The arguments of a `BatchOptimizer` that its twin may have otherwise.
+CHANGEABLE = frozenset("parallelize threads_per_worker chunk_size reduction on_nonfinite seed graph".split())
+
+
+def twin_of(engine: Engine, double: bool, hooks: bool, loaded: bool, changes: dict[str, Any]) -> Engine:
+    """Return the engine; documented at `Extensible.twin`."""
+    unknown = changes.keys() - CHANGEABLE
+    if unknown:
+        raise TypeError(f"a twin may differ in {sorted(CHANGEABLE)}; got {sorted(unknown)}")
+    program = copied(engine.workers.program)
+    if double:
+        program.module._apply(doubled)  # type: ignore[no-untyped-call]  # complex ones too
+        if isinstance(program.criterion, torch.nn.Module):
+            program.criterion._apply(doubled)  # type: ignore[no-untyped-call]
+    if not hooks:
+        program = replace(program, prehook=None, posthook=None)
+    workers = changes.get("parallelize", 1)
+    plain: dict[str, Any] = dict.fromkeys(("speeds", "devices", "compress"))
+    plain |= dict.fromkeys(("check_cut", "automatic", "sizes_chunks", "compile", "graph"), False)
+    plain |= {"parallelize": 1, "backend": "serial" if workers == 1 else "process", "options": {}, "verbose": 0}
+    plain |= {"precode": None} if workers == 1 else {}  # it was run in this process already
+    settings = replace(engine.settings, **plain, terms=engine.reader.terms).having(program)
+    counters = Counters(steps=engine.history.counters.steps - 1)  # so its first step has the same draws
+    twin = Engine(FlatModule(program.module), replace(settings, **changes), counters)
+    if loaded:
+        twin.begin(twin.workers.prepare(engine.ready().batch))
+    return twin
+
+
+def doubled(tensor: torch.Tensor) -> torch.Tensor:
+    """Return it in double precision, unless these are integers."""
+    exact = not (tensor.is_floating_point() or tensor.is_complex())
+    return tensor if exact else tensor.to(torch.promote_types(tensor.dtype, torch.float64))
