@@ -414,8 +414,8 @@ class BatchOptimizer(Evaluations):
 
     @exclusive
     def state_dict(self) -> dict[str, Any]:
-        """Return the module's and the optimizer's state, the counters, the measured speeds, the seed, the step, the
-        weights of the terms, and the residuals of gradient compression; no code.
+        """Return the module's and the optimizer's state, the counters, the measured speeds, the seed, the step, and
+        the weights of the terms; no code.
 
         Like `save`, `load_state_dict` and `load_checkpoint`, for use between steps: called by a hook or a signal
         handler in the middle of one, it raises `BatchoptError`.

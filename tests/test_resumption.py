@@ -15,7 +15,7 @@ import torch
 import batchopt
 from batchopt import BatchOptimizer, CheckpointError
 from batchopt._checkpoint.plain_data import copied, digest
-from batchopt._function.resumption import check_residuals, class_of
+from batchopt._function.resumption import class_of
 from tests.workloads import Mlp, mlp
 
 KINDS: dict[str, Any] = {
@@ -161,26 +161,5 @@ def test_what_compression_had_left_is_not_dropped_without_a_word() -> None:
     with optimizer("sgd") as opt:
         state = opt.state_dict()
         state["residuals"] = {0: torch.zeros_like(opt.parameters)}
-        with pytest.warns(
-            RuntimeWarning, match="compression residuals, which are dropped because `compress` is not set"
-        ):
+        with pytest.warns(RuntimeWarning, match="compression residuals, which are dropped"):
             opt.load_state_dict(state)
-
-
-@pytest.mark.parametrize(
-    ("residuals", "error"),
-    [
-        ([], TypeError),
-        ({"a": torch.zeros(3)}, ValueError),
-        ({-1: torch.zeros(3)}, ValueError),
-        ({0: [0.0, 0.0, 0.0]}, ValueError),
-        ({0: torch.zeros(4)}, ValueError),
-        ({0: torch.zeros(3, dtype=torch.float64)}, ValueError),
-    ],
-)
-def test_what_compression_can_and_cannot_have_left(residuals: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match="`residuals` of the state"):
-        check_residuals(residuals, torch.zeros(3))
-    for possible in ({}, {0: torch.zeros(3), 5: torch.zeros(3)}):
-        check_residuals(possible, torch.zeros(3))
-        check_residuals(possible, torch.zeros(3, dtype=torch.bfloat16))  # whose sums are of single precision

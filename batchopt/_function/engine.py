@@ -269,7 +269,7 @@ class Engine:
         step, history, names = self.step or self.loaded(), self.history, self.reader.terms
         terms = dict(zip(names, step.losses, strict=False)) if names else {}
         counters = history.counters.evaluated(loss, terms)
-        self.history = History(counters, history[1], step.residuals or history[2], history[3])
+        self.history = History(counters, *history[1:])
         observers = self.observers
         if observers.of_evaluations:
             number, batch, bounds = counters.evaluations, counters.batches + 1, step.plan.cut.bounds
@@ -290,21 +290,22 @@ class Engine:
     def _map(self, into: Gradient | None) -> Answers:
         step, workers, history = self.ready(), self.workers, self.history
         plan = workers.replan(step)
-        if plan is not step.plan or step.residuals:
-            self.step = step = step._replace(plan=plan, residuals=0)
+        if plan is not step.plan:
+            self.step = step = step._replace(plan=plan)
         if history.outputs is not None:
             self.history = history = history._replace(outputs=None)
         while True:
             try:
-                if self.rules.compresses:
+                if step.ended or self.subject.buffers.is_written:
                     with self.at_start():
-                        answers = self._evaluate_compressed(step)
-                elif step.ended or self.subject.buffers.is_written:
-                    with self.at_start():
-                        answers = workers.evaluate(step, self.observers.busy, into)
+                        answers = workers.evaluate(step, self.observers.busy, into, self.rules.compresses)
                 else:
-                    answers = workers.evaluate(step, self.observers.busy, into)
+                    answers = workers.evaluate(step, self.observers.busy, into, self.rules.compresses)
                 break
+            except DoesNotFit as error:
+                counters, where = self.history.counters, step.batch.numbering.within(error.samples)
+                now = counters.steps, counters.evaluations + 1
+                raise NonFiniteError(str(error), None, error.samples, *now, where) from None
             except WorkerError as error:
                 if error.kinds[:1] == DIFFERS:
                     abandon(self, error)  # and now without it
@@ -333,18 +334,6 @@ class Engine:
             self.policies.sizes.keep(self.loaded())
         if step is not None and plan is step.plan and step.movable and step.chunk_size is None:
             self.step = step._replace(movable=False)
-
-    def _evaluate_compressed(self, step: Step) -> Answers:
-        past = self.history if self.attempt is None else self.attempt.history  # to which a step goes back if it fails
-        residuals = self.history.residuals, past.residuals
-        try:
-            answers, number = self.workers.evaluate_compressed(step, *residuals, self.observers.busy)
-        except DoesNotFit as error:
-            counters, where = self.history.counters, step.batch.numbering.within(error.samples)
-            now = counters.steps, counters.evaluations + 1
-            raise NonFiniteError(str(error), None, error.samples, *now, where) from None
-        self.step = step._replace(residuals=number)
-        return answers
 
     @undisturbed
     def reduce(self, answers: Sequence[Answer]) -> torch.Tensor:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from batchopt._function.engine import Engine
     from batchopt.optim.rollback import Rollback
 
-# Entries of every state; `weights`, `residuals` and `optimizer_class` are not in older ones, and `parallelize`
-# only in those of `parallelize="auto"`, `compiled` in those of `compile`.
+# Entries of every state; `weights` and `optimizer_class` are not in older ones, and `parallelize` only in those of
+# `parallelize="auto"`, `compiled` in those of `compile`. Of a run with `compress`, 0.1 wrote `residuals`.
 _ENTRIES = ("module", "optimizer", "history", "speeds", "seed")
 ENTRIES = frozenset((*_ENTRIES, "optimizer_class", "weights", "residuals", "parallelize", "compiled"))
 
@@ -48,7 +48,6 @@ def state_of(function: Engine, optimizer: torch.optim.Optimizer | None) -> dict[
         "speeds": list(workers.speeds.values),
         "seed": function.settings.seed,
         "weights": {name: term.weight for name, term in (function.reader.terms or {}).items()},
-        "residuals": workers.compressing.residuals(history.residuals) if function.rules.compresses else {},
         **({} if function.policies.auto is None else function.policies.auto.state()),
         **({} if function.policies.compilation is None else {"compiled": [*function.policies.compilation.keys]}),
     }
@@ -60,8 +59,7 @@ def resume(
     """Continue from what `state_of` returned. Raises what `check_state` raises, and what torch raises for other shapes;
     then nothing is changed."""
     check_state(state, optimizer, function.settings.seed)
-    weights = state.get("weights")  # absent in older states, as are residuals
-    check_residuals(state.get("residuals", {}), function.subject.x)
+    weights = state.get("weights")  # absent in older states
     terms = reweighed(function.reader.terms, weights) if weights else function.reader.terms
     function.end_step()
     module = function.subject.module
@@ -87,14 +85,10 @@ def resume(
 def _adopt(function: Engine, state: Mapping[str, Any], terms: dict[str, Term] | None) -> None:
     """Continue from the state; from its speeds only if the number of workers matches. A batch has to be loaded
     again."""
-    number, workers, residuals, speeds = 0, function.workers, state.get("residuals"), state["speeds"]
-    if function.rules.compresses and residuals:
-        number = workers.number()
-        workers.compressing.restore_residuals(number, residuals)
-    elif residuals:
+    workers, speeds = function.workers, state["speeds"]
+    if state.get("residuals"):
         warnings.warn(
-            "the state contains compression residuals, which are dropped because `compress` is not set: give the same "
-            "`compress` to resume with the same bits",
+            "the state contains compression residuals, which are dropped: they begin with 0 in each run",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -109,7 +103,7 @@ def _adopt(function: Engine, state: Mapping[str, Any], terms: dict[str, Term] | 
             stacklevel=3,
         )
     function.reader.terms = terms
-    function.history = History(Counters(**state["history"]), function.history.hook_results, number)
+    function.history = History(Counters(**state["history"]), function.history.hook_results)
     function.forget()
     if len(speeds) == len(workers.infos) and not workers.speeds.fixed:
         workers.set_speeds(Speeds(tuple(speeds)))
@@ -152,15 +146,6 @@ def check_state(state: Any, optimizer: torch.optim.Optimizer | None, seed: int) 
 def _check_mapping(what: str, given: Any) -> None:
     if not isinstance(given, Mapping):
         raise TypeError(f"{what} must be a dict, as state_dict() returns; got {type(given).__name__}")
-
-
-def check_residuals(residuals: Any, x: torch.Tensor) -> None:
-    """Raise `ValueError` or `TypeError` unless these can be rounding errors of compressed gradients of `x`."""
-    _check_mapping("`residuals` of the state", residuals)
-    for cell, residual in residuals.items():
-        is_right = _is_count(cell) and isinstance(residual, torch.Tensor) and residual.shape == x.shape
-        if not is_right or residual.dtype != torch.promote_types(x.dtype, torch.float32):
-            raise ValueError(f"entry {cell!r} of `residuals` of the state does not fit a gradient of {len(x)} elements")
 
 
 def _check_history(history: Any) -> None:

@@ -22,9 +22,8 @@ class Step(NamedTuple):
     `weights`. `chunk_size` None: the sizes of chunks follow the workers' speeds. `movable`: whether shares may change
     while the batch is evaluated; False if that would change f, or take more time than it saves.
 
-    Of its last evaluation: the `losses` of the terms, the `changes` of buffers that the module does not have yet, and,
-    where gradients are compressed, its number, by which the backend keeps its `residuals`. `ended`: the module has
-    taken over changes; more evaluations start from the state before them.
+    Of its last evaluation: the `losses` of the terms, and the `changes` of buffers that the module does not have yet.
+    `ended`: the module has taken over changes; more evaluations start from the state before them.
     """
 
     number: int
@@ -36,7 +35,6 @@ class Step(NamedTuple):
     rows: Rows
     losses: tuple[float, ...] = ()
     changes: torch.Tensor | None = None
-    residuals: int = 0
     ended: bool = False
 
 
@@ -78,13 +76,11 @@ class Counters(NamedTuple):
 
 
 class History(NamedTuple):
-    """The counters; of the last evaluation the results of the posthook and, if kept, the module's `outputs`; and, where
-    gradients are compressed, the number of the evaluation whose residuals count. A step that fails restores the record
-    with which it began."""
+    """The counters, and of the last evaluation the results of the posthook and, if kept, the module's `outputs`. A step
+    that fails restores the record with which it began."""
 
     counters: Counters
     hook_results: list[Any]
-    residuals: int = 0
     outputs: Any = None
 
 

@@ -228,28 +228,17 @@ class Workers:
 
     # ---- evaluations
 
-    def evaluate(self, step: Step, meanwhile: Meanwhile | None = None, into: Gradient | None = None) -> Answers:
+    def evaluate(
+        self, step: Step, meanwhile: Meanwhile | None = None, into: Gradient | None = None, compress: bool = False
+    ) -> Answers:
         """Evaluate a loaded batch as planned; raises what `Backend.evaluate` raises."""
-        plan = step.plan
+        plan, evaluate = step.plan, self.compressing.evaluate_compressed if compress else self.backend.evaluate
         while True:
             order = Order(next(self._numbers), step.number, 0, plan.cut.chunks)
             try:
-                return self.backend.evaluate(plan.cut, order, plan.runs, meanwhile, into)
+                return evaluate(plan.cut, order, plan.runs, meanwhile, into)
             except StateWritten as found:
                 self._include(found)
-
-    def evaluate_compressed(
-        self, step: Step, taken: int, kept: int, meanwhile: Meanwhile | None = None
-    ) -> tuple[Answers, int]:
-        """Evaluate a loaded batch as planned, with compressed gradients; also return the number of the evaluation.
-        Raises what `CompressingBackend.evaluate_compressed` raises."""
-
-        def evaluate() -> tuple[Answers, int]:
-            plan, number = step.plan, self.number()
-            order = plan.order(number, step.number)
-            return self.compressing.evaluate_compressed(plan.cut, order, plan.runs, taken, kept, meanwhile), number
-
-        return self.learning(evaluate)
 
     def learning(self, evaluate: Callable[[], T]) -> T:
         """Return `evaluate()`; if it finds that a forward writes module state not known before, have the workers reset

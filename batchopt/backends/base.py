@@ -262,18 +262,8 @@ class CompressingBackend(Backend):
         cut: Cut,
         order: Order,
         runs: Sequence[Run],
-        taken: int,
-        kept: int,
         meanwhile: Meanwhile | None = None,
+        into: Gradient | None = None,
     ) -> Answers:
-        """Evaluate with gradients compressed by `Setup.compression`, after adding the residuals of evaluation `taken`
-        (0: none). Later calls may continue from this one, from `taken` or from `kept`, so that nothing is lost if this
-        one turns out not to count. Raises what `evaluate` raises, and `DoesNotFit`."""
-
-    @abstractmethod
-    def residuals(self, evaluation: int) -> dict[int, torch.Tensor]:
-        """Return the residuals that compression left in an evaluation, by part of the sum."""
-
-    @abstractmethod
-    def restore_residuals(self, evaluation: int, residuals: Mapping[int, torch.Tensor]) -> None:
-        """Set the residuals that compression left in an evaluation of that number."""
+        """Evaluate with gradients compressed by `Setup.compression`. Raises what `evaluate` raises, and
+        `DoesNotFit`."""

@@ -45,7 +45,7 @@ def test_what_a_node_that_is_lost_had_left_is_told() -> None:
     with optimizer(case, 2, optimizer=momentum, compress=TWO_BIT, max_restarts=8) as opt:
         opt.step(*data)
         node_of(opt.workers[0].pid).kill()
-        with pytest.warns(RuntimeWarning, match="was lost together with its compression residuals"):
+        with pytest.warns(RuntimeWarning, match="was lost together with what compression had left of its gradients"):
             for _ in range(3):
                 loss = opt.step(*data)
         assert loss < 2.0

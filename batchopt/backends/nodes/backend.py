@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 import pickle
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -36,12 +36,12 @@ from batchopt.backends.nodes.compiling import NodesCompiler
 from batchopt.backends.nodes.members import Members
 from batchopt.backends.nodes.node import Command
 from batchopt.backends.nodes.placing import Placer
-from batchopt.backends.nodes.residuals import Round, residuals_of
 from batchopt.backends.nodes.result import NOTHING, WHOLE
 from batchopt.backends.nodes.roster import Member
 from batchopt.backends.nodes.team import Evaluation, Team, TeamBackend
 from batchopt.backends.nodes.transfer import KnownBatch, ProgramVersions, SentRows, unpacked
 from batchopt.backends.nodes.wanted import NodeMode, NodeSetup, StepStart, TaskStart, Wanted, lacking
+from batchopt.backends.nodes.wire import wire_of
 from batchopt.errors import NodeLostError
 from batchopt_workers.compiled.form import Request
 from batchopt_workers.data.batch import Batch
@@ -88,7 +88,7 @@ class NodesBackend(TeamBackend):
         placer = self.placer(setup)
         workers = setup.workers or max(sum(room.workers for room in placer.rooms()), 1)
         self._restarts = setup.restarts_of(workers)
-        self._members = Members(placer, setup.timeout, self._restarts, setup.fixed_bits, residuals_of(setup))
+        self._members = Members(placer, setup.timeout, self._restarts, setup.fixed_bits, wire_of(setup))
         try:
             self.resize(workers)
         except BaseException:
@@ -304,7 +304,7 @@ class NodesBackend(TeamBackend):
     # ---- evaluating
 
     def _evaluate(
-        self, cut: Cut, order: Order, runs: Sequence[Run], meanwhile: Meanwhile | None, compressed: Round | None = None
+        self, cut: Cut, order: Order, runs: Sequence[Run], meanwhile: Meanwhile | None, compressed: int | None = None
     ) -> list[Answer]:
         if self._setup.buffers.resets != self._resets:
             self._follow()
@@ -322,13 +322,6 @@ class NodesBackend(TeamBackend):
             return team.evaluate(cut, evaluation, meanwhile=busy)
 
         return self._until_done(attempt)
-
-    def residuals(self, evaluation: int) -> dict[int, torch.Tensor]:
-        found = self._meet("tell_residual", evaluation)
-        return {i: residual for i, residual in enumerate(found) if residual is not None}
-
-    def restore_residuals(self, evaluation: int, residuals: Mapping[int, torch.Tensor]) -> None:
-        self._meet("restore_residuals", evaluation, dict(residuals))
 
     # ---- the end
 

@@ -28,9 +28,9 @@ from typing import Any
 from batchopt.backends.nodes.group import Group, dist
 from batchopt.backends.nodes.node import BEAT, Command, Membership
 from batchopt.backends.nodes.placing import Placer
-from batchopt.backends.nodes.residuals import GradientResiduals
 from batchopt.backends.nodes.roster import Member, Roster, State, kill
 from batchopt.backends.nodes.team import Team
+from batchopt.backends.nodes.wire import Wire
 from batchopt.backends.patience import ATTEMPTS, STARTUP
 from batchopt.errors import AllWorkersLostError, BatchoptError, NodeLostError, WorkerError, WorkerStartError
 from batchopt_workers.process.messages import versions
@@ -41,7 +41,7 @@ ANSWERING = 30.0
 
 class Members:
     """The nodes of `placer`, of whose workers `restarts` may be replaced. A node that does not respond for `timeout`
-    seconds (None: a default; at least three) counts as lost. `residuals` are those of this process, which only
+    seconds (None: a default; at least three) counts as lost. `wire` is that of this process, which only
     decodes."""
 
     def __init__(
@@ -50,15 +50,15 @@ class Members:
         timeout: float | None,
         restarts: int,
         fixed_bits: bool,
-        residuals: GradientResiduals | None,
+        wire: Wire | None,
     ) -> None:
         self.team: Team | None = None
-        self._fixed_bits, self._residuals, self._address = fixed_bits, residuals, placer.address
+        self._fixed_bits, self._wire, self._address = fixed_bits, wire, placer.address
         self._timeout = max(timeout or ANSWERING, 3 * BEAT)
         self._store: Any = dist.TCPStore(
             placer.address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(0, 60)
         )
-        lost = (lambda name: None) if residuals is None else residuals.lost_with
+        lost = (lambda name: None) if wire is None else wire.lost_with
         self.roster = Roster(placer, self._store.port, restarts, lost)
         self._generation = 0
         self._failures = 0  # consecutive nodes that did not start
@@ -191,7 +191,7 @@ class Members:
         name, size = f"group/{generation}", len(present) + 1
         group = Group(self._store, name, 0, size, self._timeout, self._address, self._watch)
         group.names = ["the parent", *(member.name for member in present)]
-        return Team(group, [range(0), *ranks], [0], self._fixed_bits, self._residuals, self.roster.infos)
+        return Team(group, [range(0), *ranks], [0], self._fixed_bits, self._wire, self.roster.infos)
 
     def _await(self, generation: int) -> None:
         """Wait until all present members have reported; those that do not respond are lost, which ends the waits of

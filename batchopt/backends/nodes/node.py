@@ -87,7 +87,7 @@ class Node:
                 session.flat.vector.copy_(command.x)
             elif command.x is not None:
                 group.broadcast(session.flat.vector)
-            team.local, team.residuals = session.workers, session.residuals
+            team.local, team.wire = session.workers, session.wire
             try:
                 self._carry_out(team, command, failure)
             except NodeLostError:
@@ -118,12 +118,6 @@ class Node:
 
     def _tell_compiled(self, team: Team) -> Reply | str | None:
         return self.session.compiled()
-
-    def _tell_residual(self, team: Team, evaluation: int) -> torch.Tensor | None:
-        return None if team.residuals is None else team.residuals.after(evaluation)
-
-    def _restore_residuals(self, team: Team, evaluation: int, of_all: dict[int, torch.Tensor]) -> None:
-        team.restore_residuals(evaluation, of_all)
 
 
 def serve(address: str, port: int, number: int) -> None:

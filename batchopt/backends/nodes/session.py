@@ -15,9 +15,9 @@ import torch
 from batchopt._program.flatten import Flat
 from batchopt.backends.base import Mode, Prepared, Setup
 from batchopt.backends.nodes.compiling import Libraries
-from batchopt.backends.nodes.residuals import GradientResiduals, residuals_of
 from batchopt.backends.nodes.transfer import ProgramUpdate, RowsUpdate, made, unpacked
 from batchopt.backends.nodes.wanted import NodeMode, NodeSetup, StepStart, TaskStart, World
+from batchopt.backends.nodes.wire import Wire, wire_of
 from batchopt.backends.process.backend import ProcessBackend
 from batchopt.backends.process.shared_program import Holder
 from batchopt_workers.compiled.form import Reply, Request
@@ -34,7 +34,7 @@ class NodeSession:
     """The workers of this machine, once there is a program, and X. Attributes are set by the fields that are taken."""
 
     flat: Flat  # X
-    residuals: GradientResiduals | None = None
+    wire: Wire | None = None
     _setup: NodeSetup
     _parameters: list[torch.nn.Parameter]
     _world: World
@@ -107,7 +107,7 @@ class NodeSession:
             ranks=tuple(world.ranks),
             world=world.workers,
         )
-        self.residuals = residuals_of(found)
+        self.wire = wire_of(found)
         self.workers = ProcessBackend(found, Holder(lambda: self._torch, lambda: self._program.module_hooks))
 
     def _take_requests(self, requests: tuple[Request, ...]) -> None:

@@ -36,8 +36,8 @@ from batchopt.backends.base import CompressingBackend, Meanwhile, Run, WorkerInf
 from batchopt.backends.nodes.fixed_order import FixedOrderSum, whole_of
 from batchopt.backends.nodes.group import Group
 from batchopt.backends.nodes.placing import aligned
-from batchopt.backends.nodes.residuals import GradientResiduals, Round
 from batchopt.backends.nodes.result import NOTHING, Call, Infos, Result, status
+from batchopt.backends.nodes.wire import Wire
 from batchopt.backends.process.backend import ProcessBackend
 from batchopt.backends.serial import SerialBackend
 from batchopt.errors import NodesDifferError
@@ -50,18 +50,18 @@ Local = SerialBackend | ProcessBackend
 
 
 class Evaluation(NamedTuple):
-    """The work that all members do together: an order and the run of each worker; and the round, if gradients are
-    `compressed`."""
+    """The work that all members do together: an order and the run of each worker; and, if gradients are `compressed`,
+    the number of the evaluation, which is the same when it is made again."""
 
     order: Order
     runs: Sequence[Run]
-    compressed: Round | None = None
+    compressed: int | None = None
 
 
 class Team:
     """The members of `group`, each of which has the workers of some `ranks`, in its `local` backend; None if this one
     has none. `takers` get the sums. With `fixed_bits` these do not depend on which member has which ranks, unless
-    gradients are compressed, which leaves `residuals` on each member."""
+    gradients are compressed on the `wire`."""
 
     def __init__(
         self,
@@ -69,10 +69,10 @@ class Team:
         ranks: Sequence[range],
         takers: Sequence[int],
         fixed_bits: bool,
-        residuals: GradientResiduals | None = None,
+        wire: Wire | None = None,
         infos: Infos | None = None,
     ) -> None:
-        self.group, self.ranks, self.residuals = group, ranks, residuals
+        self.group, self.ranks, self.wire = group, ranks, wire
         self.local: Local | None = None
         self._takers, self.fixed_bits = takers, fixed_bits
         self._sum = FixedOrderSum(group, takers)
@@ -165,9 +165,9 @@ class Team:
             partials = [(Node(0, holders.index(self.group.place)), partial)]
         vectors, forms, is_coded = [partial.gradient.cpu() for _, partial in partials], forms_of(answers), False
         if compressed is not None:
-            assert self.residuals is not None
+            assert self.wire is not None
             samples = range(cut.bounds[shares[0][0]], cut.bounds[shares[-1][1]]) if shares else range(0)
-            coded = self.residuals.encode(vectors, len(holders), compressed, samples)
+            coded = self.wire.encode(vectors, len(holders), compressed, samples)
             vectors, is_coded = coded or vectors, bool(coded)
         result = Result(
             answers=[self._sent(answer, -began) for answer in answers],
@@ -259,8 +259,8 @@ class Team:
             return None
         partials = []
         for each, of in zip(found, values, strict=True):
-            if each.is_coded and self.residuals is not None:
-                of = [self.residuals.decode(code, chunks) for code in of]
+            if each.is_coded and self.wire is not None:
+                of = [self.wire.decode(code, chunks) for code in of]
             partials += [(n, p._replace(gradient=vector)) for (n, p), vector in zip(each.partials, of, strict=True)]
         added = torch.empty_like(partials[0][1].gradient)
         whole = whole_of(partials, chunks, added)
@@ -275,18 +275,6 @@ class Team:
         raises."""
         result = Result(value=value) if failed is None else Result.failed(failed, is_behind)
         return [each.value for each in self._exchange(result, call, failed)]
-
-    def residuals_after(self, call: Call | None, evaluation: int) -> dict[int, torch.Tensor]:
-        """Return the residuals of an evaluation, of each member that has workers."""
-        mine = None if self.residuals is None else self.residuals.after(evaluation)
-        found = [value for ranks, value in zip(self.ranks, self.exchange(call, mine), strict=True) if ranks]
-        return {i: value for i, value in enumerate(found) if value is not None}
-
-    def restore_residuals(self, evaluation: int, of_all: Mapping[int, torch.Tensor]) -> None:
-        """Restore the residuals of an evaluation of another run, or of an earlier state of this one."""
-        members = [place for place, ranks in enumerate(self.ranks) if ranks]
-        if self.residuals is not None and self.group.place in members:
-            self.residuals.restore(evaluation, of_all, members.index(self.group.place), len(members))
 
     # ---- rows
 
@@ -326,16 +314,20 @@ class TeamBackend(CompressingBackend):
         return Answers(Pattern(self._evaluate(cut, order, runs, meanwhile), cut.chunks))
 
     def evaluate_compressed(
-        self, cut: Cut, order: Order, runs: Sequence[Run], taken: int, kept: int, meanwhile: Meanwhile | None = None
+        self,
+        cut: Cut,
+        order: Order,
+        runs: Sequence[Run],
+        meanwhile: Meanwhile | None = None,
+        into: Gradient | None = None,
     ) -> Answers:
-        compressed = Round(order.evaluation, taken, kept)
-        return Answers(Pattern(self._evaluate(cut, order, runs, meanwhile, compressed), cut.chunks))
+        return Answers(Pattern(self._evaluate(cut, order, runs, meanwhile, order.evaluation), cut.chunks))
 
     @abstractmethod
     def _evaluate(
-        self, cut: Cut, order: Order, runs: Sequence[Run], meanwhile: Meanwhile | None, compressed: Round | None = None
+        self, cut: Cut, order: Order, runs: Sequence[Run], meanwhile: Meanwhile | None, compressed: int | None = None
     ) -> list[Answer]:
-        """Carry out an order, if `compressed` with compressed gradients."""
+        """Carry out an order, with gradients `compressed` as those of an evaluation of that number."""
 
 
 def moved(answer: Answer, later: float) -> Answer:

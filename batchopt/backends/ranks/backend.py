@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import pickle
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate, count
 from typing import Any, TypeVar
@@ -28,8 +28,8 @@ from batchopt._machine.cores import usable_cores
 from batchopt._mapreduce.answers import Answer
 from batchopt.backends.base import Backend, Meanwhile, Mode, Prepared, Run, Setup, WorkerInfo
 from batchopt.backends.nodes.group import Group, address_towards
-from batchopt.backends.nodes.residuals import Round, residuals_of
 from batchopt.backends.nodes.team import Evaluation, Team, TeamBackend
+from batchopt.backends.nodes.wire import wire_of
 from batchopt.backends.process.backend import ProcessBackend
 from batchopt.backends.ranks.alike import Alike
 from batchopt.backends.ranks.launch import meet, ranks_here
@@ -76,7 +76,7 @@ class RanksBackend(TeamBackend):
         name = f"batchopt/{launch.attempt}/{next(_numbers)}"
         self._group = Group(store, name, launch.rank, launch.size, setup.timeout or PATIENCE, host)
         self._group.names = [f"rank {rank}" for rank in range(launch.size)]
-        self._alike, self._residuals = Alike(setup, self._group), residuals_of(setup)
+        self._alike, self._wire = Alike(setup, self._group), wire_of(setup)
         self._team = self._new_team()
         try:
             self.resize(setup.workers)
@@ -89,7 +89,7 @@ class RanksBackend(TeamBackend):
     def _new_team(self) -> Team:
         """Return a team of ranks that have no workers yet."""
         size = self._group.size
-        team = Team(self._group, [range(0)] * size, range(size), self._setup.fixed_bits, self._residuals)
+        team = Team(self._group, [range(0)] * size, range(size), self._setup.fixed_bits, self._wire)
         team.differences = self._alike.differences
         return team
 
@@ -162,19 +162,13 @@ class RanksBackend(TeamBackend):
         self._mine.end_task()
 
     def _evaluate(
-        self, cut: Cut, order: Order, runs: Sequence[Run], meanwhile: Meanwhile | None, compressed: Round | None = None
+        self, cut: Cut, order: Order, runs: Sequence[Run], meanwhile: Meanwhile | None, compressed: int | None = None
     ) -> list[Answer]:
         call = self._alike.evaluation(cut, order, runs)
         evaluation = Evaluation(order, self._team.shares(runs, cut, compressed is None), compressed)
         answers = self._team.evaluate(cut, evaluation, call, meanwhile)
         self._alike.learn(ran_here=isinstance(self._local, SerialBackend))
         return answers
-
-    def residuals(self, evaluation: int) -> dict[int, torch.Tensor]:
-        return self._team.residuals_after(self._alike.call("state_dict"), evaluation)
-
-    def restore_residuals(self, evaluation: int, residuals: Mapping[int, torch.Tensor]) -> None:
-        self._team.restore_residuals(evaluation, residuals)
 
     def collected(self, columns: Sequence[Column], samples: int) -> list[torch.Tensor]:
         return self._team.take_rows()
