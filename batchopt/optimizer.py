@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 import torch
@@ -436,7 +435,12 @@ class BatchOptimizer(Evaluations):
         resume(self._function, self.optimizer, self._rollback, state)
 
     @exclusive
-    def save(self, path: str | os.PathLike[str], *, extra: Mapping[str, Any] = MappingProxyType({})) -> None:
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        extra: Mapping[str, Any] = {},  # noqa: B006  # never modified
+    ) -> None:
         """Write `state_dict` to the file `path`, atomically.
 
         extra: entries of yours, by name: plain data and tensors, which `load_checkpoint(take=)` passes back.

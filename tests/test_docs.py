@@ -131,6 +131,13 @@ def column(page: Path, heading: str, index: int = 0) -> list[str]:
 ARGUMENTS = ROOT / "docs" / "arguments.md"
 
 
+def test_the_map_names_what_there_is() -> None:
+    rows = [row for table in tables(ROOT / "docs" / "design.md") for row in table.rows]
+    assert len(rows) == 12
+    named = [path for row in rows for path in re.findall(r"`([a-z_/]+/[a-z_./]*)`", " ".join(row))]
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
 def test_the_tables_have_every_argument() -> None:
     arguments = list(inspect.signature(batchopt.BatchOptimizer).parameters)
     assert sorted(column(ARGUMENTS, "Arguments")) == sorted(arguments)
