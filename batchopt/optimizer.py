@@ -439,7 +439,7 @@ class BatchOptimizer(Evaluations):
         self,
         path: str | os.PathLike[str],
         *,
-        extra: Mapping[str, Any] = {},  # noqa: B006  # never modified
+        extra: Mapping[str, Any] = {},  # never modified
     ) -> None:
         """Write `state_dict` to the file `path`, atomically.
 

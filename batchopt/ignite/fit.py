@@ -103,8 +103,8 @@ def fit(
     parts.stopping = _read_patience(patience, parts)
     if resume != "never" and parts.checkpoint is None:
         raise ValueError("`resume` needs `checkpoint`, the folder to resume from")
-    with progress(opt, parts.epochs) as shown:
-        loop = Loop(opt, trainer, batches, parts, shown)
+    with progress(opt, parts.epochs) as parts.progress:
+        loop = Loop(opt, trainer, batches, parts)
         loop.attach()
         try:
             return _run(trainer, batches, parts, loop, opt, resume)

@@ -70,24 +70,45 @@ class Parts:
     stopping: EarlyStopping | None = None
     epoch_0: bool = False
     time_limit: float | None = None
+    progress: Progress = field(default_factory=lambda: Progress(0, 0))
+
+
+class Clock:
+    """The seconds of a training, over all runs that resumed it."""
+
+    def __init__(self) -> None:
+        self._elapsed, self._began = 0.0, time.monotonic()
+
+    def start(self, elapsed: float | None = None) -> None:
+        """Go on now, from so many seconds or those counted before."""
+        self._elapsed, self._began = self._elapsed if elapsed is None else elapsed, time.monotonic()
+
+    def seconds(self) -> float:
+        """Return the seconds so far."""
+        return self._elapsed + time.monotonic() - self._began
+
+
+@dataclass
+class Writing:
+    """A log, the mean of losses since its last line, the state from which it resumes, and whether it is due at the end
+    of the epoch."""
+
+    log: Log
+    mean: Mean
+    state: dict[str, Any] | None = None
+    due: bool = False
 
 
 class Loop:
     """Runs the parts at the events of a trainer."""
 
-    def __init__(
-        self, opt: BatchOptimizer, trainer: Engine, batches: Batches, parts: Parts, progress: Progress
-    ) -> None:
+    def __init__(self, opt: BatchOptimizer, trainer: Engine, batches: Batches, parts: Parts) -> None:
         self._opt, self._trainer, self._batches, self._parts = opt, trainer, batches, parts
-        self._progress = progress
-        self._mean, self._log_means = Mean(), [Mean() for _ in parts.logs]
-        self._log_states: list[dict[str, Any]] | None = None  # where each log resumes
-        self._due: set[int] = set()  # logs due at the end of the epoch, and -1 for the checkpoint
-        self._stops = False
-        self._elapsed, self._began = 0.0, time.monotonic()
+        self._clock, self._mean = Clock(), Mean()
+        self._logs = [Writing(log, Mean()) for log in parts.logs]
+        self._stops = self._saves = False  # the latter: at the end of the epoch
         self._closed = batches.epoch  # epochs whose end has been handled
         self._saved: int | None = None  # the iteration of the last checkpoint
-        self._numbers: dict[str, Any] = {}
         self._number = self._index  # of the last batch in its epoch
 
     def attach(self) -> None:
@@ -106,16 +127,15 @@ class Loop:
 
     def _started(self) -> None:
         iteration = self._trainer.state.iteration
-        self._saved = iteration if self._log_states is not None else None
-        for number, log in enumerate(self._parts.logs):
-            log.begin(None if self._log_states is None else self._log_states[number], iteration)
-        self._began = time.monotonic()
+        for one in self._logs:
+            one.log.begin(one.state, iteration)
+        self._clock.start()
         if self._parts.epoch_0 and iteration == 0:
             numbers = self._evaluated()
             self._trainer.state.metrics = numbers
-            for log in self._parts.logs:
-                self._write(log, numbers)
-            self._progress.epoch(0, writable(numbers))
+            for one in self._logs:
+                self._write(one, numbers)
+            self._parts.progress.epoch(0, writable(numbers))
             self._call(self._parts.on_epoch, 0, numbers, None)
             self._stop_if_asked()
 
@@ -132,19 +152,19 @@ class Loop:
         parts, state = self._parts, self._trainer.state
         batch, loss, ended = cast(PreparedBatch, state.batch), cast(float, state.output), self._batches.is_new_epoch
         number = self._count(ended)
-        for mean in (self._mean, *self._log_means):
+        for mean in (self._mean, *(one.mean for one in self._logs)):
             mean.add(loss, len(batch))
         if parts.schedule is not None and parts.schedule.by == "batch":
             parts.schedule.after({"loss": loss})
         if parts.monitor is not None and self._is_due(parts.monitor.interval, ended):
             parts.monitor.look(self._opt)
-        self._progress.batch(state.epoch, number, length_of(self._batches), loss)
+        self._parts.progress.batch(state.epoch, number, length_of(self._batches), loss)
         for log in parts.logs:
             log.batch(loss, state.iteration)
         self._call(parts.on_batch, number, {"loss": loss}, loss)
         self._write_and_save_what_is_due(ended)
         if parts.time_limit is not None:
-            self._stops = self._stops or self._opt.once(self._seconds) > parts.time_limit
+            self._stops = self._stops or self._opt.once(self._clock.seconds) > parts.time_limit
         self._stop_if_asked(at_the_end=ended)
 
     def _epoch_done(self) -> None:
@@ -152,20 +172,21 @@ class Loop:
         numbers: dict[str, Any] = dict(self._mean.take())
         if epoch % parts.score_every == 0:
             numbers |= self._evaluated()
-        self._trainer.state.metrics = self._numbers = numbers
+        self._trainer.state.metrics = numbers
         if parts.schedule is not None and parts.schedule.by == "epoch":
             parts.schedule.after(numbers)
         if parts.stopping is not None and parts.stopping(self._trainer, epoch):
             self._stops = True
-        for number, log in enumerate(parts.logs):
-            if number in self._due:
-                self._write(log, numbers)
-        self._progress.epoch(epoch, writable(numbers))
+        for one in self._logs:
+            if one.due:
+                self._write(one, numbers)
+                one.due = False
+        self._parts.progress.epoch(epoch, writable(numbers))
         self._call(parts.on_epoch, 0, numbers, None)
         self._closed = self._batches.epoch
-        if -1 in self._due or (parts.checkpoint is not None and parts.checkpoint.score in numbers):
+        if self._saves or (parts.checkpoint is not None and parts.checkpoint.score in numbers):
             self._save(numbers)
-        self._due.clear()
+        self._saves = False
         self._stop_if_asked()
 
     def _save_the_end(self) -> None:
@@ -194,26 +215,23 @@ class Loop:
 
     def _write_and_save_what_is_due(self, ended: bool) -> None:
         """Write and save what is due; at the end of an epoch this is deferred, to include its numbers."""
-        for number, log in enumerate(self._parts.logs):
-            if self._is_due(log.interval, ended):
-                if ended:
-                    self._due.add(number)
-                else:
-                    self._write(log, {})
+        for one in self._logs:
+            if self._is_due(one.log.interval, ended):
+                one.due = ended
+                if not ended:
+                    self._write(one, {})
         checkpoint = self._parts.checkpoint
         if checkpoint is not None and self._is_due(checkpoint.interval, ended):
-            if ended:
-                self._due.add(-1)
-            else:
+            self._saves = ended
+            if not ended:
                 self._save({})
 
-    def _write(self, log: Log, numbers: Mapping[str, Any]) -> None:
-        state, monitor = self._trainer.state, self._parts.monitor
-        mean = self._log_means[self._parts.logs.index(log)].take()
-        position = {"epoch": self._epochs(), "iteration": state.iteration, "elapsed_time": self._seconds()}
+    def _write(self, one: Writing, numbers: Mapping[str, Any]) -> None:
+        state, monitor, mean = self._trainer.state, self._parts.monitor, one.mean.take()
+        position = {"epoch": self._epochs(), "iteration": state.iteration, "elapsed_time": self._clock.seconds()}
         watched = {} if monitor is None else monitor.values
         line = {**position, **learning_rate(self._opt.optimizer), **numbers, **mean, **watched}
-        log.write(writable(line), state.iteration)
+        one.log.write(writable(line), state.iteration)
 
     def _epochs(self) -> float:
         """Return the number of finished epochs, plus the finished fraction of the current one."""
@@ -245,9 +263,6 @@ class Loop:
         if self._stops:
             self._trainer.should_terminate = not at_the_end
 
-    def _seconds(self) -> float:
-        return self._elapsed + time.monotonic() - self._began
-
     # ---- checkpoints
 
     def _save(self, numbers: Mapping[str, Any]) -> None:
@@ -261,10 +276,10 @@ class Loop:
         intervals = {
             "checkpoint every": parts.checkpoint and parts.checkpoint.interval,
             "monitor every": parts.monitor and parts.monitor.interval,
-            **{f"log {number} every": log.interval for number, log in enumerate(parts.logs)},
+            **{f"log {number} every": one.log.interval for number, one in enumerate(self._logs)},
         }
         found = {"scheduler": parts.schedule, "stopping": parts.stopping, "mean": self._mean, **intervals}
-        found |= {f"log {number} mean": mean for number, mean in enumerate(self._log_means)}
+        found |= {f"log {number} mean": one.mean for number, one in enumerate(self._logs)}
         return {name: part for name, part in found.items() if hasattr(part, "state_dict")}
 
     def state_dict(self) -> dict[str, Any]:
@@ -274,9 +289,9 @@ class Loop:
             "batches": self._batches.state_dict(),
             "engine": {"iteration": state.iteration, "epoch": state.epoch, "epoch_length": state.epoch_length},
             "parts": {name: part.state_dict() for name, part in self._named().items()},
-            "logs": [log.state_dict() for log in self._parts.logs],
-            "elapsed": self._seconds(),
-            "numbers": writable(self._numbers),
+            "logs": [one.log.state_dict() for one in self._logs],
+            "elapsed": self._clock.seconds(),
+            "numbers": writable(self._trainer.state.metrics),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -291,11 +306,13 @@ class Loop:
         for name, part in named.items():
             if name in state["parts"]:
                 part.load_state_dict(state["parts"][name])
-        logs = self._parts.logs
-        self._log_states = state["logs"] if len(state["logs"]) == len(logs) else [{"position": 0} for _ in logs]
-        self._elapsed, self._numbers = state["elapsed"], dict(state["numbers"])
+        same = len(state["logs"]) == len(self._logs)
+        for number, one in enumerate(self._logs):
+            one.state = state["logs"][number] if same else {"position": 0}
+        self._clock.start(state["elapsed"])
         self._trainer.state.epoch_length = state["engine"]["epoch_length"]
-        self._trainer.state.metrics = self._numbers
+        self._trainer.state.metrics = dict(state["numbers"])
+        self._saved = state["engine"]["iteration"]
         self._closed = self._batches.epoch
 
     @property

@@ -39,8 +39,7 @@ class NodeSession:
     _parameters: list[torch.nn.Parameter]
     _world: World
     _torch: TorchSettings
-    _program: Program
-    _tensors: list[torch.Tensor]  # of the program
+    _sent: tuple[Program, list[torch.Tensor]]  # the program, and its tensors
 
     def __init__(self) -> None:
         self.workers: ProcessBackend | None = None
@@ -79,10 +78,11 @@ class NodeSession:
     def _take_program(self, update: ProgramUpdate) -> None:
         """Start the workers of a program, or have them take over another version of it with the next step."""
         if update.data is None:
-            update.write(self._tensors)
+            update.write(self._sent[1])
             return
-        self._tensors = made(update.placements, update.elements.values())
-        self._program = program = assemble(update.data, self._tensors, self._parameters)
+        tensors = made(update.placements, update.elements.values())
+        program = assemble(update.data, tensors, self._parameters)
+        self._sent = program, tensors
         buffers = ModuleState(program.module, state=program.state)
         if self.workers is None:
             self._start(buffers)
@@ -99,7 +99,7 @@ class NodeSession:
             threads=setup.threads,
             devices=setup.devices,
             precode=pickle.loads(setup.precode),
-            program=self._program,
+            program=self._sent[0],
             flat=self.flat,
             parameters=self._parameters,
             buffers=buffers,
@@ -108,13 +108,13 @@ class NodeSession:
             world=world.workers,
         )
         self.wire = wire_of(found)
-        self.workers = ProcessBackend(found, Holder(lambda: self._torch, lambda: self._program.module_hooks))
+        self.workers = ProcessBackend(found, Holder(lambda: self._torch, lambda: self._sent[0].module_hooks))
 
     def _take_requests(self, requests: tuple[Request, ...]) -> None:
         self._libraries.begin(requests)
 
     def _take_mode(self, mode: NodeMode) -> None:
-        program, artifacts = self._program, self._libraries.of(mode.keys)
+        program, artifacts = self._sent[0], self._libraries.of(mode.keys)
         found = Mode(program.prehook, program.posthook, mode.hooked, program.state, mode.outputs)
         self._started.set_mode(found._replace(artifacts=artifacts))
 

@@ -93,6 +93,7 @@ class Page:
         place = slice((worker + 1) * PAGE, (worker + 2) * PAGE)
         self.ints, self.floats = board.ints[place], board.floats[place]
         self._board = board
+        self.waker = -1  # in the worker: the event descriptor that wakes the parent up
         self._shape: object = None  # of the last report of an order: all but losses and times
 
     # ---- the parent's

@@ -99,7 +99,6 @@ class Session:
         self.worker = Worker(rank, world_size, HOST)
         self.awake = 0.0
         self.page: Page | None = None
-        self._waker = -1  # the event descriptor that wakes the parent up
         self._blocks = Blocks()
         self._torch: TorchSettings | None = None
         self._vectors: Vectors | None = None
@@ -151,12 +150,14 @@ class Session:
     def take_page(self, worker: int, workers: int, fd: int) -> None:
         """Find orders on the page of this worker, of `workers` in block "board"; wake the parent up through the event
         descriptor `fd`."""
-        self.page, self._waker = Board(self._blocks["board"], workers).page(worker), fd
+        self.page = Board(self._blocks["board"], workers).page(worker)
+        self.page.waker = fd
 
     def wake_parent(self) -> None:
         """Wake the parent up to look at the pages."""
+        assert self.page is not None  # where the order was
         with suppress(BlockingIOError):  # it was woken up too often to count: it will look
-            os.eventfd_write(self._waker, 1)
+            os.eventfd_write(self.page.waker, 1)
 
     def prepare(self, environment: dict[str, str], preparation: dict[str, Any], recursion: int) -> None:
         """Take over the parent's environment, path, arguments, working directory, and recursion limit."""

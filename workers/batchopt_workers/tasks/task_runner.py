@@ -66,7 +66,6 @@ class TaskRunner:
         self._task: Task | None = None
         self._aside: Batch | None = None  # the batch of the task, if that is not of the loaded one
         self._loaded: LoadedBatch | None = None
-        self._sums: Sums | None = None
         self._work: TaskWork | None = None  # of the current evaluation
         self._modes: Modes | None = None  # of the module, as long as it may be in others
         self.looked: tuple[Task, int, bool] | None = None  # the task and the step that were seen to draw, or not
@@ -74,14 +73,14 @@ class TaskRunner:
     def begin(self, task: Task, aside: Batch | None) -> None:
         """Run this task from now on, on chunks of the loaded batch or of another one, put `aside` for it; if the task
         has a term, that is its only part."""
-        self._task, self._aside, self._loaded, self._sums = task, aside, None, None
+        self._task, self._aside, self._loaded, self._work = task, aside, None, None
 
     def end(self) -> None:
         """Release everything of the task, and its batch; restore modes, if an interrupt has left others."""
         if self._modes is not None:
             self._modes.restore()
             self._modes = None
-        self._task = self._aside = self._loaded = self._sums = self._work = self.looked = None
+        self._task = self._aside = self._loaded = self._work = self.looked = None
         self.output = MemoryOutput()
 
     @property
@@ -105,12 +104,12 @@ class TaskRunner:
         task = self._task
         if task is None:
             raise RuntimeError("no task was begun in this worker")
-        if self._sums is None or self._work is None or self._sums.evaluation != order.evaluation:
+        work = self._work
+        if work is None or work.sums.evaluation != order.evaluation:
             self._loaded = self._batch_of(task, f)
             kind = Totalling if order.kind is Kind.TOTAL else Collecting
-            self._sums, self._work = Sums(order.evaluation, self.cut.chunks), kind(self, task, f)
-        loaded = self.loaded
-        sums, work = self._sums, self._work
+            self._work = work = kind(self, task, f, Sums(order.evaluation, self.cut.chunks))
+        loaded, sums = self.loaded, work.sums
         work.needed = most_held(order.first, order.last, loaded.cut.chunks, tuple(node for node, _ in sums.partials))
         watch, modes = None, None if task.train is None else Modes(self.module, task.train)
         if task.is_users and not task.writes:
@@ -139,8 +138,8 @@ class TaskWork:
     needed = 0  # rows, for the order
     modes: Modes | None = None
 
-    def __init__(self, runner: TaskRunner, task: Task, f: Evaluates) -> None:
-        self._runner, self._task, self._f = runner, task, f
+    def __init__(self, runner: TaskRunner, task: Task, f: Evaluates, sums: Sums) -> None:
+        self._runner, self._task, self._f, self.sums = runner, task, f, sums
 
     def do(self, pieces: Iterable[Piece], loaded: LoadedBatch, step: int, chunk: int, number: int) -> ChunkResult:
         """See `Work.do`."""
