@@ -91,17 +91,8 @@ class CG(Descent):
         beta: str = "hager-zhang",
         callback: Callback | None = None,
     ) -> None:
-        options = {
-            "lr": lr,
-            "max_iter": max_iter,
-            "max_eval": max_eval,
-            "tolerance_grad": tolerance_grad,
-            "tolerance_change": tolerance_change,
-            "line_search_fn": line_search_fn,
-            "beta": beta,
-        }
         check_choice("beta", beta, tuple(BETAS))
-        super().__init__(params, options, callback)
+        super().__init__(locals())
 
     def _make_room(self) -> None:
         super()._make_room()

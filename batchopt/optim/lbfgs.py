@@ -126,18 +126,7 @@ class LBFGS(Descent):
         when_data_change: str = "forget",
         callback: Callback | None = None,
     ) -> None:
-        options = {
-            "lr": lr,
-            "max_iter": max_iter,
-            "max_eval": max_eval,
-            "tolerance_grad": tolerance_grad,
-            "tolerance_change": tolerance_change,
-            "history_size": history_size,
-            "line_search_fn": line_search_fn,
-            "l1": l1,
-            "when_data_change": when_data_change,
-        }
-        super().__init__(params, options, callback)
+        super().__init__(locals())
 
     def _make_room(self) -> None:
         super()._make_room()

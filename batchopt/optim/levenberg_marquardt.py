@@ -93,18 +93,7 @@ class LevenbergMarquardt(Minimizer):
         when_data_change: str = "forget",
         callback: Callback | None = None,
     ) -> None:
-        options = {
-            "damping": damping,
-            "scaling": scaling,
-            "max_iter": max_iter,
-            "max_eval": max_eval,
-            "tolerance_grad": tolerance_grad,
-            "tolerance_change": tolerance_change,
-            "geodesic": geodesic,
-            "dense": dense,
-            "when_data_change": when_data_change,
-        }
-        super().__init__(params, options, callback)
+        super().__init__(locals())
 
     _kept = (*Minimizer._kept, "damping", "growth", "scale")
 

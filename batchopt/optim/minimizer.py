@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -80,6 +80,9 @@ class Iteration:
 
 Callback = Callable[[Iteration], Any]
 
+# What the locals of a constructor have beside its options.
+BESIDE_OPTIONS = {"self", "__class__", "params", "callback"}
+
 # Differences of f below this multiple of its rounding are meaningless.
 NOISE = 4.0
 # Stop after this many iterations that lower neither f nor the gradient: both are rounding only.
@@ -125,16 +128,17 @@ class Minimizer(torch.optim.Optimizer):
         if "__init__" in vars(cls):
             cls.__init__ = suggest_arguments(cls.__init__)  # type: ignore[method-assign]
 
-    def __init__(self, params: Iterable[Any], defaults: dict[str, Any], callback: Callback | None) -> None:
-        defaults = as_numbers(defaults)
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        """`given`: the arguments of a subclass, by name: `params`, `callback` and options."""
+        defaults = as_numbers({name: value for name, value in given.items() if name not in BESIDE_OPTIONS})
         check_options(defaults)
-        super().__init__(params, defaults)
+        super().__init__(given["params"], defaults)
         if len(self.param_groups) != 1:
             raise ValueError(
                 f"{type(self).__name__} moves one vector, and has one group of parameters; got "
                 f"{len(self.param_groups)}: pass all parameters in one list"
             )
-        self.callback = callback
+        self.callback: Callback | None = given["callback"]
         self.result: Result | None = None
         self._make_room()
 

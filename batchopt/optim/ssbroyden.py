@@ -69,16 +69,7 @@ class SSBroyden(Descent):
         when_data_change: str = "forget",
         callback: Callback | None = None,
     ) -> None:
-        options = {
-            "lr": lr,
-            "max_iter": max_iter,
-            "max_eval": max_eval,
-            "tolerance_grad": tolerance_grad,
-            "tolerance_change": tolerance_change,
-            "line_search_fn": line_search_fn,
-            "when_data_change": when_data_change,
-        }
-        super().__init__(params, options, callback)
+        super().__init__(locals())
 
     _kept = (*Descent._kept, "inverse", "pace")
 
