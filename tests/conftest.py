@@ -97,10 +97,20 @@ def listening(pids: list[int]) -> set[str]:
     return found
 
 
-def is_fork_server(process: psutil.Process) -> bool:
+def descendants(pid: int) -> set[int]:
+    """The processes that it has started, and those that they have."""
+    found: set[int] = set()
+    with suppress(OSError):
+        for thread in os.scandir(f"/proc/{pid}/task"):
+            with suppress(OSError), open(f"{thread.path}/children") as file:
+                found |= set(map(int, file.read().split()))
+    return found.union(*map(descendants, found))
+
+
+def is_fork_server(pid: int) -> bool:
     """Whether it is the process that the next workers will be forked from."""
     latest = forkserver._latest
-    return latest is not None and latest._process.pid == process.pid
+    return latest is not None and latest._process.pid == pid
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -127,19 +137,22 @@ def collect_garbage() -> None:
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """Fail a test that leaves a child process, a name in /dev/shm, a listening socket or a thread."""
-    me = psutil.Process()
-    names, sockets, threads = named_memory(), listening([me.pid]), threading.active_count()
-    children = {child.pid for child in me.children(recursive=True)}
+    me = os.getpid()
+    names, sockets, threads = named_memory(), listening([me]), threading.active_count()
+    children = descendants(me)
     yield
     collect_garbage()
-    left = [child for child in me.children(recursive=True) if child.pid not in children and not is_fork_server(child)]
+    left = []
+    for pid in descendants(me) - children:
+        with suppress(psutil.NoSuchProcess):
+            left += [] if is_fork_server(pid) else [psutil.Process(pid)]
     _, left = psutil.wait_procs(left, timeout=PATIENCE)
     assert not left, f"processes left: {[process.as_dict(['pid', 'ppid', 'cmdline', 'status']) for process in left]}"
     deadline = time.monotonic() + PATIENCE  # what another program makes has nobody for a moment
     while (made := shared_memory() - names) and time.monotonic() < deadline:
         threading.Event().wait(0.01)
     assert not made, f"names left in /dev/shm: {made}"
-    assert listening([me.pid]) <= sockets
+    assert listening([me]) <= sockets
     deadline = time.monotonic() + PATIENCE
     while threading.active_count() > threads and time.monotonic() < deadline:
         threading.Event().wait(0.01)
