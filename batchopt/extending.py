@@ -69,12 +69,14 @@ class Extensible:
 
     @property
     def verbose(self) -> int:
-        """The amount of reports, as in `BatchOptimizer`; assigning changes it."""
+        """The amount of reports, as in `BatchOptimizer`; assigning changes it, in the process that reports."""
         return self._function.observers.reporter.verbose
 
     @verbose.setter
     def verbose(self, verbose: int) -> None:
-        self._function.observers.report(read("verbose", verbose))
+        verbose, workers = read("verbose", verbose), self._function.workers
+        if workers.backend.is_main and not workers.closed:
+            self._function.observers.report(verbose)
 
     @property
     def arguments(self) -> Mapping[str, Any]:
