@@ -323,17 +323,6 @@ def test_any_module_and_speeds_in_worker_processes(data: st.DataObject) -> None:
     check(module, Case(nn.CrossEntropyLoss(_weights()), classes), x, ((x, classes), options))
 
 
-@pytest.mark.slow
-@settings(deadline=None, max_examples=60)
-@given(data=st.data())
-def test_any_module_loss_batch_and_cut(data: st.DataObject) -> None:
-    name = data.draw(st.sampled_from([name for name, makers in TABLE.items() if makers and hasattr(nn, name)]))
-    torch.manual_seed(data.draw(st.integers(0, 10**6)))
-    case = data.draw(st.sampled_from(_made(name)))(data.draw(st.sampled_from(["mean", "sum"])))
-    module, x = _any_module(data, ACTIVATIONS[name]() if name in ACTIVATIONS else None), _inputs()
-    check(module, case, x, ((x, case.targets), {"chunk_size": data.draw(st.integers(1, N + 3))}))
-
-
 @pytest.mark.parametrize("chunk_size", [None, 3])
 def test_a_mean_of_the_users_own_with_denominators(chunk_size: int | None) -> None:
     """The mean over the present entries of targets with gaps."""
