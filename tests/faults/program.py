@@ -47,6 +47,12 @@ def build(case: dict[str, Any], workload: Workload) -> batchopt.BatchOptimizer:
     )
 
 
+def wait(opt: batchopt.BatchOptimizer) -> None:
+    """Until all workers can work."""
+    if hasattr(opt._function.workers.backend, "_pool"):
+        opt._function.workers.backend._pool.wait()
+
+
 def run_tasks(case: dict[str, Any]) -> dict[str, Any]:
     """An evaluation, functions of the batch, and another evaluation; what they find, up to the first error, or, each
     again after an error, to the end."""
@@ -62,6 +68,7 @@ def run_tasks(case: dict[str, Any]) -> dict[str, Any]:
     }
     outcome: dict[str, Any] = {"results": []}
     opt.load(inputs, targets)
+    wait(opt)  # else, on a busy machine, the first evaluation is over before the second worker has a chunk of it
     x = opt.parameters.clone()
     for name in case.get("calls", calls):
         counters = opt.eval_counter, opt.batch_counter
@@ -109,7 +116,7 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
                 outcome["losses"].append(opt.step(workload.inputs, workload.targets))
     assert opt.optimizer is not None
     if "between" in case:
-        opt._function.workers.backend._pool.wait()  # type: ignore[attr-defined]  # until all can work
+        wait(opt)
     outcome |= {
         "fingerprint": opt.fingerprint(),
         "X": opt.parameters.clone(),
