@@ -1,10 +1,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -23,14 +21,6 @@ class Pair(NamedTuple):
 
 DATA = torch.arange(12.0).view(6, 2)
 MEAN = Weighting("mean", 6)
-
-
-def test_a_structure_keeps_its_types_and_what_is_no_tensor() -> None:
-    one = torch.ones(1)
-    data = {"list": [one, "text"], "tuple": (one, None), "pair": Pair(one, {"inner": one})}
-    found = map_tensors(torch.Tensor.tolist, data)
-    assert found == {"list": [[1.0], "text"], "tuple": ([1.0], None), "pair": Pair([1.0], {"inner": [1.0]})}
-    assert [type(found[key]) for key in data] == [list, tuple, Pair]
 
 
 def test_a_slice_of_columns_views_their_memory_and_has_their_structure() -> None:
@@ -71,11 +61,6 @@ def test_lists_as_long_as_the_batch_are_cut_with_it(values: Any, part: Any, one:
     assert Columns((DATA, values)).slice(2, 4)[1] == part
 
 
-def test_arrays_as_long_as_the_batch_are_cut_with_it() -> None:
-    found = Columns({"x": DATA, "rows": np.arange(6), "other": np.arange(5), "one": np.array(7)}).slice(2, 4)
-    assert found["rows"].tolist() == [2, 3] and found["other"].tolist() == list(range(5)) and found["one"] == 7
-
-
 class Graph(dict[str, Any]):
     """A dict with an attribute, and a way of its own to be made."""
 
@@ -95,25 +80,6 @@ def test_kinds_of_dicts_stay_what_they_are() -> None:
         assert torch.equal(data["x"], DATA)
     assert Columns(of_lists).slice(1, 3)["new"] == [] and "new" not in of_lists
     assert Columns(graph).slice(1, 3).kind == "molecule" and Columns(graph).slice(1, 3)["names"] == ["b", "c"]
-
-
-def test_samples_may_have_any_shapes_and_structures() -> None:
-    samples = Samples([torch.zeros(2), {"x": torch.ones(3)}, 5])
-    assert samples.sample(1)["x"].tolist() == [1, 1, 1]
-    first, second, third = samples.slice(0, 3)
-    assert (first.tolist(), second["x"].tolist(), third) == ([0, 0], [1, 1, 1], 5)
-
-
-@pytest.mark.parametrize("requires_grad", [False, True])
-def test_what_is_cut_out_is_a_leaf_whose_gradient_stays_out_of_the_batch(requires_grad: bool) -> None:
-    data = DATA.clone().requires_grad_(requires_grad)
-    weight = torch.ones(2, requires_grad=True)
-    for part in (Columns(data).slice(1, 3), Columns(data).sample(1), *Samples([data, data]).slice(0, 2)):
-        assert part.is_leaf
-        assert part.requires_grad is requires_grad
-        torch.autograd.backward((part * weight).sum())
-        assert (part.grad is not None) is requires_grad
-    assert data.grad is None
 
 
 def collated(items: list[Any]) -> Any:
@@ -160,36 +126,6 @@ def is_laid_out(tensor: torch.Tensor) -> bool:
     return tensor.permute(order).is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0
 
 
-IMAGES = torch.rand(16, 4, 4, 4)
-LAID_OUT: dict[str, tuple[torch.Tensor, bool]] = {
-    "contiguous": (IMAGES, True),
-    "rows from a cache line on": (IMAGES[1:], True),
-    "permuted": (IMAGES.permute(0, 2, 3, 1), True),
-    "channels last": (IMAGES.to(memory_format=torch.channels_last), True),
-    "0-dim": (torch.tensor(1.0), True),
-    "empty": (torch.rand(0, 3), True),
-    "rows from within a cache line on": (torch.rand(65)[1:], False),
-    "one class of many": (IMAGES[:, 1], False),
-    "permuted and cut": (IMAGES.permute(0, 2, 3, 1)[..., 1:], False),
-    "expanded": (torch.rand(5, 1).expand(5, 3), False),
-    "integers": (torch.arange(9)[1:], False),
-}
-
-
-@pytest.mark.parametrize("requires_grad", [False, True])
-@pytest.mark.parametrize("tensor, stays", LAID_OUT.values(), ids=LAID_OUT)
-def test_a_tensor_that_is_laid_out_as_in_shared_memory_stays_itself_and_any_other_is_copied(
-    tensor: torch.Tensor, stays: bool, requires_grad: bool
-) -> None:
-    assert is_laid_out(tensor) == stays
-    tensor = tensor.detach().requires_grad_(requires_grad and tensor.is_floating_point())
-    found = laid_out(tensor)
-    assert (found is tensor) == stays
-    assert is_laid_out(found) and laid_out(found) is found
-    assert found.dtype == tensor.dtype and torch.equal(found, tensor)
-    assert found.is_leaf and found.requires_grad is tensor.requires_grad
-
-
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
 @settings(deadline=None)
 def test_whatever_the_cut_of_a_tensor_it_is_equal_and_laid_out(shape: list[int], data: st.DataObject) -> None:
@@ -199,24 +135,3 @@ def test_whatever_the_cut_of_a_tensor_it_is_equal_and_laid_out(shape: list[int],
     found = laid_out(part)
     assert torch.equal(found, part)
     assert is_laid_out(found)
-
-
-def nested(stays: torch.Tensor, moves: torch.Tensor) -> Any:
-    return {"x": Pair(stays, [moves]), "more": (moves, "text", None)}
-
-
-@pytest.mark.parametrize("make", [Columns, lambda data: Samples([data, data])], ids=["columns", "samples"])
-def test_structures_are_realigned_tensor_by_tensor(make: Callable[[Any], Columns | Samples]) -> None:
-    stays, moves = torch.rand(8), torch.rand(9)[1:]
-    before = make(nested(stays, moves))
-    after = realigned(before)
-    assert type(after) is type(before)
-    assert len(after) == len(before)
-    for found in [after.data] if isinstance(after, Columns) else after.data:
-        assert list(found) == ["x", "more"]
-        assert type(found["x"]) is Pair
-        assert found["x"].first is stays
-        assert found["more"][1:] == ("text", None)
-        for copy in (found["x"].second[0], found["more"][0]):
-            assert torch.equal(copy, moves)
-            assert is_laid_out(copy)

@@ -10,9 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchopt_workers.data.memory import ALIGNMENT
 from batchopt_workers.data.structures import tensors_in
-from batchopt_workers.tasks.forms import Column, places, real, rows_form, summed, sums_form, sums_layout
+from batchopt_workers.tasks.forms import real, rows_form, summed, sums_form, sums_layout
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128]
 DTYPES += [torch.int64, torch.int16, torch.uint8, torch.bool]
@@ -80,17 +79,6 @@ def test_sums_go_through_a_row_and_come_back_in_their_structure(result: Any) -> 
         assert same(got, wanted)
 
 
-@given(st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 4), max_size=2)), max_size=5))
-def test_columns_lie_one_after_the_other_and_aligned(given_: list[tuple[torch.dtype, list[int]]]) -> None:
-    columns = [Column(str(i), dtype, tuple(shape)) for i, (dtype, shape) in enumerate(given_)]
-    offsets, nbytes = places(columns, 7)
-    end = 0
-    for column, offset in zip(columns, offsets, strict=True):
-        assert offset % ALIGNMENT == 0 and end <= offset < end + ALIGNMENT
-        end = offset + 7 * torch.Size(column.shape).numel() * column.dtype.itemsize
-    assert end <= nbytes < end + ALIGNMENT
-
-
 def test_a_list_of_as_many_things_as_samples_has_one_a_sample_which_holds_nothing_of_the_worker() -> None:
     memory = torch.arange(4.0, requires_grad=True)
     form, _ = rows_form([{"row": memory[:2] * 1, "n": 1}, memory[2:].detach()], 2)
@@ -101,14 +89,6 @@ def test_a_list_of_as_many_things_as_samples_has_one_a_sample_which_holds_nothin
     for result in results:
         form, found = rows_form(result, 3)
         assert not form.columns and not found and form.objects is not None and len(form.objects) == 3
-
-
-def test_a_list_of_square_tensors_can_be_read_both_ways() -> None:
-    result = [torch.full((2, 2), float(i)) for i in range(2)]
-    form, found = rows_form(result, 2)
-    assert len(form.columns) == 2 and form.objects is not None
-    assert same(form.filled(found), result) and same(form.objects, result)
-    assert rows_form(tuple(result), 2)[0].objects is None
 
 
 @pytest.mark.parametrize(
@@ -131,15 +111,6 @@ def test_what_has_no_row_for_each_sample_is_named(result: Any, error: type[Excep
         rows_form(result, 3)
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
-def test_nested_tensors_are_no_rows(layout: torch.layout) -> None:
-    nested = torch.nested.nested_tensor([torch.zeros(2), torch.zeros(1), torch.zeros(3)], layout=layout)
-    for form in (rows_form, lambda result, samples: sums_form(result)):
-        with pytest.raises(TypeError, match="`result`, which is no dense tensor"):
-            form(nested, 3)
-
-
 def test_arrays_and_numbers_count_as_tensors() -> None:
     every_other = np.arange(6.0)[::2]
     form, found = rows_form({"a": every_other, "b": np.zeros((3, 0), np.int16)}, 3)
@@ -150,12 +121,3 @@ def test_arrays_and_numbers_count_as_tensors() -> None:
         sums_form([None])
     with pytest.raises(TypeError, match=r"returned str as `result\['n'\]`"):
         sums_form({"n": "x"})
-
-
-def test_sums_are_made_in_double_precision_unless_all_are_single() -> None:
-    def layout(*dtypes: torch.dtype) -> torch.dtype:
-        return sums_layout([Column(str(i), dtype, (2,)) for i, dtype in enumerate(dtypes)]).dtype
-
-    assert layout(torch.float32, torch.complex64, torch.bfloat16) == torch.float32
-    assert layout(torch.float32, torch.int64) == torch.float64
-    assert layout(torch.bool) == layout(torch.complex128) == torch.float64

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -40,11 +37,6 @@ def test_slots_follow_one_another_without_gaps_and_views_share_the_memory_of_the
     assert vector.tolist() == [-1] * end
 
 
-def rows_of(layout: Layout, changes: int, count: int, in_block: bool) -> Rows:
-    block = SharedBlock.create(rows_nbytes(layout, changes, count)) if in_block else None
-    return Rows(layout, changes, count, block, CPU)
-
-
 @given(st.integers(0, 40), st.integers(0, 20), st.integers(1, 5), st.booleans())
 @settings(deadline=None, max_examples=50)
 def test_rows_neither_overlap_nor_leave_their_bytes(size: int, changes: int, count: int, in_block: bool) -> None:
@@ -64,39 +56,3 @@ def test_rows_neither_overlap_nor_leave_their_bytes(size: int, changes: int, cou
         assert not block.tensor(torch.uint8, (64,), nbytes).any()
         if size and changes:
             assert all(t.data_ptr() % ALIGNMENT == 0 for row in rows for t in (row.gradient, row.changes))
-
-
-@pytest.mark.parametrize("in_block", [False, True])
-def test_the_views_of_a_row_are_its_gradient_in_each_parameters_shape(in_block: bool) -> None:
-    row = rows_of(layout_of((2, 3), (), (4,)), 0, 1, in_block)[0]
-    row.gradient.copy_(torch.arange(11.0))
-    assert [view.tolist() for view in row.views] == [[[0, 1, 2], [3, 4, 5]], 6, [7, 8, 9, 10]]
-
-
-@pytest.mark.parametrize("in_block", [False, True])
-@pytest.mark.parametrize(
-    ("dtype", "summed"),
-    [
-        (torch.float16, torch.float32),
-        (torch.bfloat16, torch.float32),
-        (torch.float32, torch.float32),
-        (torch.float64, torch.float64),
-    ],
-)
-def test_sums_are_in_single_precision_at_least_and_changes_in_double(
-    dtype: torch.dtype, summed: torch.dtype, in_block: bool
-) -> None:
-    row = rows_of(layout_of((3,), dtype=dtype), 2, 1, in_block)[0]
-    assert row.gradient.dtype is summed and row.changes.dtype is torch.float64
-
-
-def test_rows_over_one_block_are_the_same_memory_in_another_mapping() -> None:
-    layout = layout_of((5,))
-    block = SharedBlock.create(rows_nbytes(layout, 3, 2))
-    theirs = Rows(layout, 3, 2, SharedBlock(os.dup(block.fd)), CPU)
-    ours = Rows(layout, 3, 2, block, CPU)
-    theirs[1].gradient.copy_(torch.arange(5.0))
-    theirs[1].changes.copy_(torch.arange(3.0))
-    assert ours[1].gradient.tolist() == [0, 1, 2, 3, 4]
-    assert ours[1].changes.tolist() == [0, 1, 2]
-    assert not ours[0].gradient.any()

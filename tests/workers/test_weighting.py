@@ -34,12 +34,6 @@ def test_the_whole_batch_weighs_exactly_one_for_every_size(reduction: str) -> No
     assert [size for size in range(1, 201) if Weighting(reduction, size).of(0, size) != 1.0] == []
 
 
-@given(st.integers(1, 10**6), st.data())
-def test_the_parts_of_a_mean_sum_to_one(size: int, data: st.DataObject) -> None:
-    weighting = Weighting("mean", size)
-    assert sum(weighting.of(*part) for part in parts_of(size, data)) == pytest.approx(1.0, rel=1e-13)
-
-
 @given(DENOMINATORS.filter(any), st.data())
 def test_the_parts_of_a_mean_over_denominators_sum_to_one_and_each_counts_its_own(
     denominators: list[float], data: st.DataObject
@@ -53,30 +47,10 @@ def test_the_parts_of_a_mean_over_denominators_sum_to_one_and_each_counts_its_ow
         assert weighting.of(start, stop) == pytest.approx(share, rel=1e-13, abs=1e-13)
 
 
-@given(DENOMINATORS, st.booleans(), st.data())
-def test_every_part_of_a_sum_weighs_one(denominators: list[float], with_running: bool, data: st.DataObject) -> None:
-    weighting = weighting_of(denominators, "sum") if with_running else Weighting("sum", len(denominators))
-    assert {weighting.of(*part) for part in parts_of(len(denominators), data)} == {1.0}
-
-
-@given(st.integers(1, 20), st.data())
-def test_where_all_denominators_are_zero_every_weight_is_no_number(size: int, data: st.DataObject) -> None:
-    weighting = weighting_of([0.0] * size)
-    assert all(math.isnan(weighting.of(*part)) for part in parts_of(size, data))
-
-
 def test_what_counts_nothing_weighs_exactly_zero() -> None:
     weighting = weighting_of([0.1, 0.0, 0.0, 0.7, 0.0])
     assert [weighting.of(*part) for part in ((1, 2), (1, 3), (4, 5), (2, 2), (4, 4))] == [0.0] * 5
     assert Weighting("mean", 3).of(2, 2) == 0.0
-
-
-def test_a_mean_divides_by_the_sum_of_its_denominators_and_a_sum_by_one() -> None:
-    assert Weighting("mean", 7).divisor == 7.0
-    assert weighting_of([0.0, 4.0], divided_once=True).of(0, 1) == 0.25
-    assert math.isnan(weighting_of([0.0], divided_once=True).of(0, 1))
-    assert weighting_of([0.5, 0.0, 2.0]).divisor == 2.5
-    assert Weighting("sum", 7).divisor == 1.0
 
 
 @pytest.mark.parametrize("shape", [(9,), (9, 5), (9, 2, 3)])
@@ -103,22 +77,6 @@ def test_denominators_of_chunks_are_those_of_the_whole() -> None:
         found(NOTHING, None, None)
     of_the_user = GivenDenominators(lambda x, y: [1, 2])  # any sequence
     assert of_the_user(NOTHING, None, None).tolist() == [1, 2]
-
-
-@pytest.mark.parametrize(
-    "samples, within",
-    [
-        (range(0, 5), {"pde": range(0, 5)}),
-        (range(4, 7), {"pde": range(4, 5), "bc": range(0, 1), "data": range(0, 1)}),
-        (range(7, 9), {"data": range(1, 3)}),
-        (range(6, 6), {}),
-    ],
-    ids=["one term", "all three", "the last", "nothing"],
-)
-def test_samples_are_found_within_their_terms(samples: range, within: dict[str, range]) -> None:
-    assert Numbering(("pde", "bc", "data"), (5, 1, 3)).within(samples) == within
-    alone = Numbering((None,), (9,))
-    assert alone.within(samples) == {} and list(alone.split(range(2, 4))) == [(0, range(2, 4))]
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
