@@ -205,17 +205,6 @@ def test_what_a_function_changes_is_put_back(parallelize: int, name: str) -> Non
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("place", ["collect", "total", "prehook", "posthook"])
-@pytest.mark.parametrize("death", [False, True])
-@settings(max_examples=2, deadline=None, derandomize=True)
-@given(data=st.data())
-def test_f_is_what_it_was_for_any_number_of_workers(place: str, death: bool, data: st.DataObject) -> None:
-    names = data.draw(st.lists(st.sampled_from(sorted(OF_FUNCTIONS)), min_size=1, max_size=4, unique=True))
-    aside = data.draw(st.booleans())
-    assert len({_check(parallelize, place, names, aside, death) for parallelize in (1, 2, 3)}) == 1
-
-
-@pytest.mark.sampled
 @settings(max_examples=3, deadline=None, derandomize=True)
 @given(names=st.lists(st.sampled_from(sorted(IN_TENSORS | IN_BATCH)), min_size=1, max_size=3, unique=True))
 def test_a_loss_that_writes_elements_is_one_function_or_refused(names: list[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import signal
 from collections.abc import Callable
 from contextlib import suppress
@@ -316,7 +317,9 @@ class Model(RuleBasedStateMachine):
 
     @precondition(lambda self: self.fresh)
     @rule(
-        name=st.sampled_from(sorted(IN_MODULE)), number=NUMBERS, place=st.sampled_from(["collect", "total", "posthook"])
+        name=st.sampled_from(sorted(IN_MODULE)),
+        number=NUMBERS,
+        place=st.sampled_from(["collect", "total", "prehook", "posthook"]),
     )
     def meddle(self, name: str, number: float, place: str) -> None:
         """A function or a hook of the user's changes the module: it is put back, or refused by name."""
@@ -335,18 +338,16 @@ class Model(RuleBasedStateMachine):
         def done(one: One) -> torch.Tensor:
             before, gradient = one.opt.evaluate(), one.opt.grad_parameters.clone()
             try:
-                if place == "posthook":
-                    one.opt.posthook = hook
+                if place.endswith("hook"):
+                    setattr(one.opt, place, hook)
                     one.opt.evaluate()
                 elif place == "collect":
                     assert one.opt.collect(function).sum() == len(one.x)
                 else:
                     one.opt.total(function)
             except (WorkerError, ValueError) as error:
-                assert any(
-                    word in str(error) for word in ("writes", "both write", "write the tensor", "changes the")
-                ), error
-            one.opt.posthook = indices
+                assert re.search("writes|both write|write the tensor|changes the", str(error)), error
+            one.opt.prehook, one.opt.posthook = None, indices
             after = one.opt.evaluate()
             close(after, before)
             close(one.opt.grad_parameters, gradient)

@@ -212,34 +212,6 @@ def test_a_buffer_without_elements_is_put_back() -> None:
         assert module.cache.numel() == 0
 
 
-def test_repeats_are_counted_and_an_infinite_loss_and_other_speeds_are_seen() -> None:
-    options: dict[str, Any] = {"parallelize": 2, "on_nonfinite": "return", "speeds": [1, 3]}
-    with loaded(plain(), nn.MSELoss(), X, Y, **options) as opt:
-        before = [opt.evaluate().item() for _ in range(3)]
-        samples = [worker.samples for worker in opt.workers]
-        with opt.timeline() as timeline:
-            for _ in range(3):
-                opt.evaluate()
-        assert sum(worker.samples for worker in opt.workers) == sum(samples) + 3 * N
-        assert sum(event.name == "chunks" for event in timeline.events) == 6
-        kept = opt.parameters.clone()
-        opt.parameters.fill_(torch.inf)
-        assert opt.evaluate().item() == torch.inf
-        opt.parameters.copy_(kept)
-        assert [opt.evaluate().item() for _ in range(3)] == pytest.approx(before)
-        opt.resize(2, speeds=[1, 1])
-        opt.load(X, Y)
-        samples = [worker.samples for worker in opt.workers]
-        opt.evaluate()
-        assert [worker.samples - done for worker, done in zip(opt.workers, samples, strict=True)] == [12, 12]
-
-
-def test_a_collate_function_that_is_given_tensors() -> None:
-    options: dict[str, Any] = {"parallelize": 2, "collate_fn": lambda pairs: (pairs, torch.ones(3))}
-    with BatchOptimizer(plain(), nn.MSELoss(), optimizer="sgd", **options) as opt:
-        assert opt.step(X, Y) > opt.step(X, Y) > opt.step(X, Y)
-
-
 def test_an_overridden_map_is_not_repeated() -> None:
     class Clipped(BatchOptimizer):
         def map(self) -> Any:

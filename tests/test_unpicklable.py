@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import abc
-import enum
 import functools
 import io
 import threading
-from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -200,40 +197,6 @@ def in_a_circle(log: object = LOCK) -> SimpleNamespace:
     return parent
 
 
-class Point(NamedTuple):
-    """A named tuple."""
-
-    x: Any
-    y: Any
-
-
-@dataclass(frozen=True)
-class Record:
-    """A frozen record."""
-
-    name: str
-    value: Any
-
-
-class Slotted:
-    """Without a `__dict__`."""
-
-    __slots__ = ("first", "log")
-
-    def __init__(self) -> None:
-        self.first, self.log = 1, LOCK
-
-
-class Selective:
-    """Leaves its lock behind, and so not that is what cannot be sent."""
-
-    def __init__(self, data: Any) -> None:
-        self.lock, self.data = LOCK, data
-
-    def __getstate__(self) -> Any:
-        return {"data": self.data}
-
-
 class Reduced:
     """Made again from an argument."""
 
@@ -242,28 +205,6 @@ class Reduced:
 
     def __reduce__(self) -> Any:
         return Reduced, (self.value,)
-
-
-class Wrapped(Reduced):
-    """Made again from an argument in a list that is made for it."""
-
-    def __reduce__(self) -> Any:
-        return Reduced, ([self.value],)
-
-
-class Items(list[Any]):
-    """A list of a kind of its own."""
-
-    owner: Any = None
-
-
-class Meta(OrderedDict[str, Any]):
-    """A dict of a kind of its own."""
-
-
-def owned(container: Any) -> Any:
-    container.owner = LOCK
-    return container
 
 
 OBJECTS: dict[str, tuple[Callable[[], Any], str]] = {
@@ -279,19 +220,7 @@ OBJECTS: dict[str, tuple[Callable[[], Any], str]] = {
     "a sample": (lambda: batch(Samples([{"x": 1}, {"x": LOCK}])), "inputs[1]['x']"),
     "a column": (lambda: batch(Columns({"x": torch.ones(2), "y": LOCK})), "inputs['y']"),
     "options": (lambda: batch(Samples([1, 2]), [None, LOCK]), "options[1]"),
-    "a key": (lambda: {1: 2, LOCK: 3}, f"[{LOCK!r}]"),
-    "a set": (lambda: {LOCK}, "[0]"),
     "a tuple": (lambda: (1, (2, LOCK)), "[1][1]"),
-    "a named tuple": (lambda: Point(1, LOCK), "[1]"),
-    "a queue": (lambda: deque([1, LOCK]), "[1]"),
-    "a record": (lambda: Record("a", [LOCK]), "value[0]"),
-    "slots": (Slotted, "log"),
-    "a list of a kind": (lambda: Items([1, LOCK]), "[1]"),
-    "an attribute of a list": (lambda: owned(Items([1])), "owner"),
-    "an attribute of a dict": (lambda: owned(Meta(a=1)), "owner"),
-    "what is left of the state": (lambda: Selective(LOCK), "data"),
-    "an argument": (lambda: Reduced(LOCK), "value"),
-    "a new argument": (lambda: [Wrapped(LOCK)], "[0][0]"),
     "a circle": (in_a_circle, "log"),
     "a circle from its other side": (lambda: in_a_circle().child, "parent.log"),
 }
@@ -354,29 +283,10 @@ def abstract() -> Any:
     return Local()
 
 
-@by_value
-def look_from_a_class(owner: object, log: Any = LOCK) -> Any:
-    """A method, as in a script."""
-    return log
-
-
-def choice() -> Any:
-    class Color(enum.Enum):
-        RED = 1
-
-    return [Color.RED, LOCK]
-
-
 CLASSES: dict[str, tuple[Callable[[], Any], str]] = {
     "a method": (local_module, "forward.log"),
     "a method deep in a module": (lambda: nn.Sequential(local_module()), "0.forward.log"),
-    "a member": (lambda: local_class_with(log=LOCK), "log"),
-    "a static method": (lambda: local_class_with(look=staticmethod(lambda log=LOCK: log)), "look.log"),
-    "a class method": (lambda: local_class_with(look=classmethod(look_from_a_class)), "look.log"),
-    "a property": (lambda: local_class_with(look=property(look_from_a_class)), "look.log"),
     "a base class": (lambda: type("Derived", (type(local_class_with(log=LOCK)),), {})(), "log"),
-    "an abstract class": (abstract, "look.log"),
-    "beside an enumeration": (choice, "[1]"),
 }
 
 

@@ -23,7 +23,7 @@ from torch import nn
 
 from batchopt import BatchOptimizer, Worker, WorkerStartError
 from batchopt.backends.process import forkserver
-from tests.backends.scripts import assert_gone, pids, printed, python, running
+from tests.backends.scripts import assert_gone, pids, printed, running
 
 
 def small() -> BatchOptimizer:
@@ -205,24 +205,6 @@ def test_standard_streams_may_be_closed(closed: str, tmp_path: Path) -> None:
     ended = subprocess.run(["sh", "-c", command, sys.executable], cwd=tmp_path, timeout=60, capture_output=True)
     assert ended.returncode == 0, ended.stderr
     assert (tmp_path / "said").read_text() == "END"
-
-
-@pytest.mark.slow
-def test_ends_of_children_may_be_ignored() -> None:
-    then = """
-print("PIDS", server_pid, opt.workers[0].pid)
-os.kill(opt.workers[0].pid, signal.SIGKILL)
-opt.step(x, y)
-opt.run_on_workers(lambda worker: None)
-assert forkserver._latest._process.pid == server_pid and forkserver._latest.lives
-opt.close()
-"""
-    torchs_own = "ignore:Implicitly cleaning up"  # a folder that torch 2.6 makes
-    ended = python(
-        "-W", torchs_own, "-c", "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN)\n" + SMALL + then
-    )
-    assert ended.returncode == 0 and not ended.stderr, ended.stderr
-    assert_gone(pids(ended.stdout))
 
 
 def replace(opt: BatchOptimizer) -> None:
