@@ -211,3 +211,6 @@ CHANGES: dict[str, Callable[[World, float], object]] = {
     "global": lambda world, r: globals().update(FACTOR=r),
     "default dtype": lambda world, r: torch.set_default_dtype(torch.float64),
 }
+# Of these, what code of the user's may do to the module that it is given.
+IN_MODULE = {name for name in CHANGES if not any(word in name for word in ("class", "reduction", "label", "captured"))}
+IN_MODULE -= {"global", "default dtype", "hook of all modules", "hooks taken off"}

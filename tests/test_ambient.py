@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from batchopt import BatchOptimizer, Sample, Worker, WorkerError
-from batchopt_workers.process.torch_settings import TOP_SAVED_TENSORS_HOOKS, TorchSettings
+from batchopt_workers.process.torch_settings import TOP_SAVED_TENSORS_HOOKS
 from tests.building import loaded
 
 WORKERS = pytest.mark.parametrize("parallelize", [1, 2])
@@ -123,14 +123,6 @@ def test_what_cannot_be_carried_is_refused_by_name(enter: Callable[[], Any], nam
     with loaded(nn.Linear(3, 1), nn.MSELoss(), *DATA) as opt:
         with enter():
             opt.evaluate()
-
-
-def test_settings_are_the_same_after_they_were_sent() -> None:
-    with torch.autocast("cpu", torch.float16), torch.device("cpu"), torch.autograd.set_detect_anomaly(True, False):
-        settings = TorchSettings.current()
-    assert TorchSettings.current() != settings
-    with settings.contexts():
-        assert TorchSettings.current() == settings
 
 
 @WORKERS

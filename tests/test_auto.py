@@ -174,21 +174,6 @@ def test_f_and_its_gradient_are_those_of_one_process_whoever_evaluates(chunk_siz
 
 
 @pytest.mark.usefixtures("two_cores")
-def test_steps_have_the_bits_of_one_worker_also_where_workers_begin_within_a_step() -> None:
-    case, found = mlp(), []
-    for parallelize in (1, "auto"):
-        torch.manual_seed(0)
-        module = Slow()
-        factory = lambda p: torch.optim.LBFGS(p, max_iter=12)  # noqa: E731
-        with BatchOptimizer(module, nn.MSELoss(), optimizer=factory, parallelize=parallelize, chunk_size=5) as opt:
-            for start in (0, 10, 0, 10):
-                opt.step(case.inputs[start:], case.targets[start:])
-            found.append(opt.fingerprint())
-            assert parallelize == 1 or len(opt.workers) == 2
-    assert found[0] == found[1]
-
-
-@pytest.mark.usefixtures("two_cores")
 def test_a_batch_is_not_cut_where_that_would_change_f() -> None:
     case = mlp()
     normalised = nn.Sequential(Slow(), nn.BatchNorm1d(4).double())
@@ -352,39 +337,3 @@ def test_workers_are_not_used_where_they_find_another_f_or_none(
                 break
         assert len(opt.workers) == 1 and reason in choice_of(opt).reason
         assert torch.equal(opt.evaluate(), expected) and opt.eval_counter > 2
-
-
-@pytest.mark.usefixtures("two_cores")
-@pytest.mark.parametrize("criterion, workers", [(scaled, 1), (nn.MSELoss(), 2)])
-def test_a_function_that_draws_is_compared_by_chunks_that_draw_the_same(
-    criterion: Any, workers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = mlp()
-    monkeypatch.setattr("tests.test_auto.FACTOR", [2.0])
-    module = nn.Sequential(Slow(), nn.Dropout(0.5))
-    given: dict[str, Any] = {**parts(module), "criterion": criterion, "reduction": "mean", "check_cut": False}
-    with BatchOptimizer(**given) as opt:
-        for _ in range(400):
-            opt.load(case.inputs, case.targets)
-            opt.evaluate()
-            if choice_of(opt).phase is Phase.CHOSEN:
-                break
-        opt.load(case.inputs, case.targets)
-        opt.evaluate()
-        assert len(opt.workers) == workers, choice_of(opt).reason
-        assert workers == 2 or "workers compute something else" in choice_of(opt).reason
-
-
-@pytest.mark.usefixtures("two_cores")
-def test_a_state_with_several_threads_does_not_change_bits_that_are_fixed_and_one_worker_has_all_threads() -> None:
-    case = mlp()
-    with BatchOptimizer(**parts(Mlp().double()), chunk_size=5) as opt:
-        state = {**opt.state_dict(), "parallelize": {"workers": 1, "threads": None, "samples": 37}}
-        opt.load_state_dict(state)
-        assert choice_of(opt).phase is Phase.TIME and choice_of(opt).configuration == ONE
-    with BatchOptimizer(**parts(Mlp().double())) as opt:
-        opt.load(case.inputs, case.targets)
-        opt.run_on_workers(lambda worker: None)
-        assert opt._function.workers.configuration == TWO
-        opt.resize(1)
-        assert opt._function.workers.configuration == ALONE

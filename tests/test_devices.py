@@ -15,11 +15,9 @@ import pytest
 import torch
 from torch import nn
 
-from batchopt import BatchOptimizer, Sample, Worker, WorkerError
-from batchopt_workers.data.memory import SharedBlock
+from batchopt import BatchOptimizer, Worker, WorkerError
 from batchopt_workers.data.placing import Placing
 from batchopt_workers.graphs.recording import RECORDINGS
-from batchopt_workers.process.device import pin
 from tests.building import on
 from tests.card.recorded import Recorded
 from tests.workloads import Pairs, Workload, burgers, cnn, logistic, mlp, rnn
@@ -100,21 +98,6 @@ def test_constants_and_statistics_are_the_modules(devices: list[str]) -> None:
 
 
 @DEVICES
-@pytest.mark.usefixtures("nobody_late")
-def test_hooks_see_the_device(devices: list[str]) -> None:
-    def precode(worker: Worker) -> None:
-        worker.state["device"] = str(worker.device)
-
-    def posthook(worker: Worker, sample: Sample) -> tuple[str, str]:
-        return worker.state["device"], sample.output.device.type
-
-    work = mlp()
-    with on(work, devices=devices, precode=precode, posthook=posthook) as opt:
-        opt.evaluate()
-        assert opt.hook_results == [(device, torch.device(device).type) for device in devices]
-
-
-@DEVICES
 def test_a_worker_that_is_killed_is_replaced_on_its_device(devices: list[str]) -> None:
     work = mlp()
     loss, _ = work.reference()
@@ -163,52 +146,6 @@ def test_data_stays_on_the_device_until_it_is_cut_anew_and_what_is_read_if_it_is
             assert opt.evaluate().item() == pytest.approx(loss, rel=1e-12)
             torch.testing.assert_close(opt.grad_parameters, gradient, rtol=1e-12, atol=1e-14)
         assert (opt.run_on_workers(pieces_kept)[0] > 0) == cache
-
-
-class Runtime:
-    """Registers memory as CUDA's runtime does: a failure is reported once more, by the next kernel."""
-
-    def __init__(self) -> None:
-        self.registered: set[int] = set()
-        self.error = 0
-
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-        self.error = 712 if address in self.registered else self.error
-        self.registered.add(address)
-        return self.error
-
-    def cudaHostUnregister(self, address: int) -> int:
-        self.registered.remove(address)
-        return 0
-
-    def kernel(self, *_: Any, **__: Any) -> None:
-        error, self.error = self.error, 0
-        if error:
-            raise RuntimeError("CUDA error: invalid argument")
-
-
-def test_memory_is_registered_once_and_until_it_is_unmapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime, device = Runtime(), torch.device("cuda")
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(torch, "ones", runtime.kernel)
-    block = SharedBlock.create(100)
-    address = block.memory.ctypes.data
-    pin(block, torch.device("cpu"))
-    assert not runtime.registered
-    pin(block, device)
-    pin(block, device)
-    assert runtime.registered == {address} and not runtime.error
-    view = block.tensor(torch.float64, (3,))
-    block.release()
-    del block
-    assert runtime.registered == {address}
-    del view
-    assert not runtime.registered
-    other = SharedBlock.create(100)
-    runtime.registered.add(other.memory.ctypes.data)  # by someone else
-    pin(other, device)
-    assert not runtime.error
-    runtime.kernel()
 
 
 def test_a_batch_on_another_device_than_the_module_says_what_to_do() -> None:

@@ -6,7 +6,6 @@ import gc
 import multiprocessing
 import os
 import re
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import torch
 from torch import nn
 
 from batchopt import BatchOptimizer
-from batchopt_workers.data import mapping, memory
 from batchopt_workers.worker import Worker
 from tests.building import Child
 
@@ -170,75 +168,6 @@ def test_workers_of_multiprocessing_and_of_a_loader_are_such_children(workers: i
         assert values(module) == before
 
 
-def test_a_fork_in_another_thread_and_a_child_of_a_child() -> None:
-    module = Net()
-    with build(module, 1) as opt:
-        opt.step(X, Y)
-        before = values(module)
-        said: list[str] = []
-        thread = threading.Thread(target=lambda: said.append(Child(lambda: overwrite(module)).said()))
-        thread.start()
-        thread.join()
-        assert said == ["None"] and values(module) == before
-
-        def nested() -> object:
-            with build(module, 1) as mine:
-                mine.parameters.fill_(2.0)
-                Child(lambda: overwrite(module)).said()
-                return values(module)["layer.bias"]
-
-        assert Child(nested).said() == "[2.0, 2.0]"
-        assert values(module) == before
-
-
-def test_copies_for_children_do_not_stay() -> None:
-    module = Net()
-
-    def write() -> object:
-        overwrite(module)
-        return values(module)
-
-    def descriptors() -> int:
-        gc.collect()
-        return len(os.listdir("/proc/self/fd"))
-
-    with build(module, 2) as opt:
-        opt.step(X, Y)
-        before, found = descriptors(), values(module)
-        for _ in range(20):
-            assert Child(write).said().count("7.0") == 15
-            assert Child(lambda: values(module)).said() == repr(found)
-            assert not mapping._copies
-        assert descriptors() == before
-        module.get_buffer("offset").fill_(1.0)
-        assert Child(lambda: values(module)).said() == repr(values(module))
-
-
-def test_without_memory_for_a_copy_there_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = Net()
-    with build(module, 2):
-        before = values(module)
-        monkeypatch.setattr(mapping, "free_memory", lambda: 0)
-        with pytest.warns(
-            RuntimeWarning, match=r"^0\.0 MB for a copy .* \(0\.0 MB are free\): the process that is forked here"
-        ):
-            child = Child(lambda: values(module))
-        assert child.said() == repr(before)
-        assert values(module) == before
-
-
-def test_alone_nothing_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*given: object) -> int:
-        raise AssertionError("shared memory")
-
-    monkeypatch.setattr(memory, "anonymous_file", refused)
-    module = Net()
-    with build(module, 1) as opt:
-        first = opt.step(X, Y)
-        assert opt.step(X, Y) < first
-        assert not shared_mapping(module.get_parameter("layer.weight"))
-
-
 # ---- after close
 
 
@@ -269,36 +198,6 @@ def test_close_gives_the_module_ordinary_memory(workers: int) -> None:
     assert opt.parameters.eq(7.0).all()
     opt.parameters.fill_(2.0)
     assert values(module)["layer.bias"] == [2.0, 2.0]
-
-
-@each_workers
-def test_memory_is_shared_for_as_long_as_any_optimizer_needs_it(workers: int) -> None:
-    module = Net()
-    one, other = build(module, workers), build(module, 2)
-    one.step(X, Y)
-    one.close()
-    assert shared_mapping(module.get_parameter("layer.weight"))
-    before = other.step(X, Y)
-    assert other.step(X, Y) < before
-    other.close()
-    assert not shared_mapping(module.get_parameter("layer.weight"))
-
-
-@each_workers
-def test_a_new_optimizer_goes_on_with_the_x_of_a_closed_one(workers: int) -> None:
-    module = Net()
-    closed = build(module, 2)
-    first = closed.step(X, Y)
-    closed.close()
-    with build(module, workers) as opt:
-        assert opt.parameters.data_ptr() == closed.parameters.data_ptr()
-        assert opt.step(X, Y) < first
-        with torch.no_grad():
-            module.get_parameter("layer.bias").fill_(2.0)
-        opt.load(X, Y)
-        assert opt.evaluate().item() == pytest.approx(nn.functional.mse_loss(module(X), Y).item(), rel=1e-6)
-        assert closed.parameters[6:].tolist() == [2.0, 2.0]
-    assert not shared_mapping(module.get_parameter("layer.weight"))
 
 
 class ForkingOnce:

@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
-import itertools
-import os
-import signal
 import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
-from threading import Thread
 from types import FrameType
 from typing import Any
 
@@ -21,15 +14,8 @@ import torch
 from torch import nn
 
 from batchopt import BatchOptimizer
-from batchopt._function.observer import Trials
-from batchopt.backends.process import shared_program, worker
-from batchopt.backends.process.backend import ProcessBackend
-from batchopt.backends.process.pool import Pool
-from batchopt.backends.process.shared_program import SharedProgram
-from batchopt.backends.process.worker import Listener
-from batchopt_workers.map.sums import Rows
-from batchopt_workers.tasks.task import Modes
 from tests.building import handling
+from tests.signals import SignalAt, Stop, stop
 from tests.workloads import Mlp, Pairs
 
 X = torch.linspace(-2.0, 2.0, 40 * 6, dtype=torch.float64).reshape(40, 6).sin()
@@ -65,142 +51,13 @@ def check(opt: BatchOptimizer) -> None:
     torch.testing.assert_close(gradient, torch.cat([part.flatten() for part in expected]))
 
 
-def raising_first(
-    real: Callable[..., Any], error: BaseException, after: bool = False, of: str | None = None
-) -> Callable[..., Any]:
-    """Raises the first time: in place of what `real` does, or after it; where its second argument begins so."""
-    left = [error]
-
-    def first_raises(*arguments: Any, **keywords: Any) -> Any:
-        raises = left and (of is None or arguments[1].startswith(of))
-        result = real(*arguments, **keywords) if after or not raises else None
-        if raises:
-            raise left.pop()
-        return result
-
-    return first_raises
-
-
-def changed(opt: BatchOptimizer) -> None:
-    opt.module.register_buffer("scale", torch.full((4,), 3.0, dtype=torch.float64))
-    opt.module.register_buffer("more", torch.zeros(1000, dtype=torch.float64))
-
-
 def few(opt: BatchOptimizer) -> None:
     """For which few rows and little memory are enough."""
     opt.load(X[:4], Y[:4])
     opt.evaluate()
 
 
-def larger(opt: BatchOptimizer) -> None:
-    few(opt)
-    opt.load(X, Y)
-
-
-WORKS: dict[str, tuple[Any, str, dict[str, Any], Callable[[BatchOptimizer], Any]]] = {
-    "a block": (shared_program, "_new_block", {}, changed),
-    "a place": (SharedProgram, "_place", {}, changed),
-    "the program": (Pool, "_sync", {}, changed),
-    "rows": (worker, "Rows", {}, lambda opt: None),
-    "rows of chunks": (worker, "Rows", {"chunk_size": 5}, lambda opt: None),
-    "more rows": (Rows, "grow", {"chunk_size": 2}, larger),
-    "memory": (Pool, "tell_of", {}, few),
-}
-
-
-@pytest.mark.parametrize("what", WORKS)
-def test_what_did_not_reach_the_workers_or_was_not_noted_is_sent_or_made_again(
-    what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    owner, name, options, before = WORKS[what]
-    error = MemoryError() if what == "a block" else KeyboardInterrupt()
-    raises = raising_first(getattr(owner, name), error, of="batch_" if what == "memory" else None)
-    with make(Scaled(), **options) as opt:
-        if before is changed:
-            check(opt)
-        before(opt)
-        with monkeypatch.context() as patch, pytest.raises(type(error)):
-            patch.setattr(owner, name, raises)
-            if before is not larger:
-                opt.load(X.repeat(1000, 1), Y.repeat(1000, 1)) if before is few else opt.load(X, Y)
-            opt.evaluate()
-        check(opt)
-        check(opt)
-
-
-def test_hooks_run_again_after_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
-    def doubled(worker: Any, sample: Any) -> None:
-        sample.inputs = 2 * sample.inputs
-
-    module = Mlp().double()
-    with make(module, prehook=doubled) as opt:
-        opt.load(X, Y)
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(
-                ProcessBackend, "set_mode", raising_first(ProcessBackend.set_mode, KeyboardInterrupt(), after=True)
-            )
-            opt.calibrate()
-        opt.load(X, Y)
-        assert opt.evaluate().item() == pytest.approx(nn.functional.mse_loss(module(2 * X), Y).item())
-
-
-@pytest.mark.filterwarnings("ignore:.*normalises by the statistics of a chunk")
-@pytest.mark.parametrize("parallelize", [1, 2])
-def test_a_step_that_is_interrupted_at_its_very_end_leaves_the_buffers_as_they_were(
-    parallelize: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)).double()
-
-    def optimizer(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.LBFGS(parameters, max_iter=3)
-
-    with make(module, optimizer=optimizer, parallelize=parallelize) as opt:
-        opt.step(X, Y)
-        before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-        counters = opt.batch_counter
-        for owner, name in ((Trials, "left"), (type(opt._function), "stepped")):
-            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-                patch.setattr(owner, name, raising_first(getattr(owner, name), KeyboardInterrupt()))
-                opt.step(X, Y)
-            assert opt.batch_counter == counters
-            for key, tensor in module.state_dict().items():
-                assert torch.equal(tensor, before[key]), key
-
-
 # ---- out of a signal handler
-
-
-class Stop(Exception):
-    """What the handler raises."""
-
-
-def stop() -> None:
-    raise Stop
-
-
-class SignalAt:
-    """Sends this process a signal when the `number`-th function of ours is called, where Python calls handlers, too;
-    not in generators, of which Python drops what is raised while they end."""
-
-    def __init__(self, number: int, within: str = "batchopt") -> None:
-        self.number, self.within, self.calls = number, within, 0
-
-    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
-        ours = frame.f_globals.get("__name__", "").startswith(self.within)
-        if ours and event == "call" and not frame.f_code.co_flags & inspect.CO_GENERATOR:
-            self.calls += 1
-            if self.calls == self.number:
-                sys.setprofile(None)
-                signal.raise_signal(signal.SIGUSR1)
-
-    def amid(self, work: Callable[[], object]) -> None:
-        """Do this work."""
-        sys.setprofile(self)
-        try:
-            work()
-        finally:
-            sys.setprofile(None)
 
 
 def with_tensors(opt: BatchOptimizer) -> None:
@@ -256,82 +113,8 @@ def test_the_loaded_batch_stays_where_a_prediction_is_cut_short(parallelize: int
         for number in range(1, whole.calls, whole.calls // 60 + 1):
             with suppress(Stop):
                 SignalAt(number).amid(lambda: opt.predict(X))
+            assert all(part.training for part in opt.module.modules())
             assert opt.evaluate().item() == pytest.approx(expected)
-
-
-class Gated(Scaled):
-    """Says in eval mode that it has begun, and then waits for a file."""
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__()
-        self.directory = directory
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.training:
-            (self.directory / f"begun-{os.getpid()}").touch()
-            while not (self.directory / "gate").exists():
-                time.sleep(0.001)
-        return super().forward(x)
-
-
-def test_a_late_report_of_an_abandoned_call_is_not_taken_for_one_of_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It comes to light between a look at the page and the next order."""
-
-    def interrupt() -> None:
-        while len([*tmp_path.glob("begun-*")]) < 2:
-            time.sleep(0.001)
-        os.kill(os.getpid(), signal.SIGUSR1)
-
-    real = Pool.look
-
-    def look(self: Pool, listener: Listener) -> None:
-        real(self, listener)
-        (tmp_path / "gate").touch()
-        while any(worker.evaluates for worker in self.workers.values()):
-            time.sleep(0.001)
-
-    module = Gated(tmp_path)
-    with handling(stop), make(module) as opt:
-        opt.load(X, Y)
-        opt.evaluate()
-        thread = Thread(target=interrupt)
-        thread.start()
-        with pytest.raises(Stop):
-            opt.predict(X)
-        thread.join()
-        with torch.no_grad():
-            module.second.bias.add_(1.0)
-        with monkeypatch.context() as patch:
-            patch.setattr(Pool, "look", look)
-            found = opt.evaluate().item()
-        assert found == pytest.approx(nn.functional.mse_loss(module(X), Y).item())
-
-
-def test_modes_are_restored_where_a_prediction_is_cut_short_while_it_restores_them() -> None:
-    module = nn.Sequential(Scaled(), nn.Dropout(0.25), nn.Linear(4, 4).double())
-    with make(module, parallelize=1) as opt:
-        opt.load(X, Y)
-        expected = opt.evaluate().item()
-        for part, way in itertools.product(range(4), (0, 1)):
-            sets = 0
-
-            def on_set(frame: FrameType, event: str, _: Any, last: int = 4 * way + part) -> None:
-                nonlocal sets
-                if event == "c_call" and frame.f_code is Modes._set.__code__:
-                    sets += 1
-                    if sets > last:
-                        sys.setprofile(None)
-                        raise KeyboardInterrupt
-
-            sys.setprofile(on_set)
-            with suppress(KeyboardInterrupt):
-                opt.predict(X)
-            sys.setprofile(None)
-            assert all(part.training for part in module.modules())
-            opt.predict(X)
-            assert opt.evaluate().item() == expected
 
 
 @pytest.mark.sampled

@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from batchopt import Batches, BatchoptError, BatchOptimizer, Sample, Worker, WorkerError
-from batchopt.ignite import Moment, fit
+from batchopt import BatchoptError, BatchOptimizer, Sample, Worker, WorkerError
 from tests.building import loaded
 
 EACH = pytest.mark.parametrize("parallelize", [1, 2])
@@ -206,24 +205,7 @@ def test_what_a_function_changes_is_put_back(parallelize: int, name: str) -> Non
 
 
 @pytest.mark.sampled
-@each_for_some(OF_FUNCTIONS)
-def test_what_a_hook_changes_is_put_back(parallelize: int, name: str) -> None:
-    _check(parallelize, "posthook", [name])
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("place", ["collect", "total", "prehook", "posthook"])
-@pytest.mark.parametrize("death", [False, True])
-@settings(max_examples=4, deadline=None, derandomize=True)
-@given(data=st.data())
-def test_f_is_what_it_was_for_any_number_of_workers(place: str, death: bool, data: st.DataObject) -> None:
-    names = data.draw(st.lists(st.sampled_from(sorted(OF_FUNCTIONS)), min_size=1, max_size=4, unique=True))
-    aside = data.draw(st.booleans())
-    assert len({_check(parallelize, place, names, aside, death) for parallelize in (1, 2, 3)}) == 1
-
-
-@pytest.mark.sampled
-@settings(max_examples=6, deadline=None, derandomize=True)
+@settings(max_examples=3, deadline=None, derandomize=True)
 @given(names=st.lists(st.sampled_from(sorted(IN_TENSORS | IN_BATCH)), min_size=1, max_size=3, unique=True))
 def test_a_loss_that_writes_elements_is_one_function_or_refused(names: list[str]) -> None:
     """What it writes of the module is state, with which each chunk begins anew; of its samples, an error."""
@@ -386,27 +368,6 @@ def test_a_hook_that_writes_an_object_of_the_batch_is_refused(parallelize: int) 
     assert not any(graph.seen for graph in graphs)
 
 
-@pytest.mark.slow
-@settings(max_examples=3, deadline=None, derandomize=True)
-@given(data=st.data())
-def test_what_a_callback_changes_is_seen_by_all(data: st.DataObject) -> None:
-    in_module = sorted(set(IN_MODULE) - {"parameter", "requires_grad", "one more", "submodule"})  # another X
-    names = data.draw(st.lists(st.sampled_from(in_module), min_size=1, max_size=3, unique=True))
-
-    def fingerprint(parallelize: int, change: bool = True) -> str:
-        def callback(moment: Moment) -> None:
-            for name in names if change and moment.iteration == 2 else ():
-                IN_MODULE[name](moment.opt.module, X, Y)
-
-        torch.manual_seed(0)
-        with BatchOptimizer(Living(), nn.MSELoss(), optimizer="sgd", parallelize=parallelize, chunk_size=4) as opt:
-            fit(opt, Batches((X, Y), 12), epochs=2, on_batch=callback)
-            return opt.fingerprint()
-
-    assert len({fingerprint(parallelize) for parallelize in (1, 2, 3)}) == 1
-    assert fingerprint(1) != fingerprint(1, change=False)
-
-
 # ---- modes
 
 
@@ -428,7 +389,7 @@ class Merging(nn.Linear):
 
 
 @EACH
-def test_what_a_train_of_its_own_does_is_undone_also_in_a_training_with_validation(parallelize: int) -> None:
+def test_what_a_train_of_its_own_does_is_undone(parallelize: int) -> None:
     module = Merging()
     with loaded(module, nn.MSELoss(), X, Y, parallelize=parallelize, chunk_size=4) as opt:
         before = opt.evaluate()
@@ -440,28 +401,8 @@ def test_what_a_train_of_its_own_does_is_undone_also_in_a_training_with_validati
         opt.load(X, Y)
         assert opt.evaluate() == before
 
-    def fingerprint(**options: Any) -> str:
-        torch.manual_seed(0)
-        with BatchOptimizer(Merging(), nn.MSELoss(), optimizer="sgd", parallelize=parallelize, chunk_size=4) as opt:
-            fit(opt, Batches((X, Y), 8), epochs=2, **options)
-            return opt.fingerprint()
-
-    assert fingerprint() == fingerprint(eval_data=(X, Y), metrics={"loss": nn.functional.mse_loss})
-
 
 # ---- the module's state
-
-
-@EACH
-def test_outputs_after_a_step_are_those_of_the_module_as_it_is(parallelize: int) -> None:
-    module = Living()
-    with BatchOptimizer(module, nn.MSELoss(), optimizer="sgd", parallelize=parallelize, chunk_size=4) as opt:
-        opt.step(X, Y)
-        assert module.norm.running_mean.ne(0.0).any()
-        assert torch.equal(opt.predict(), opt.predict(X))
-        assert torch.allclose(opt.predict(), module.eval()(X))
-        module.train()
-        assert torch.equal(opt.collect(lambda m, x, y: m(x), train=False), opt.predict(X))
 
 
 @EACH

@@ -146,23 +146,6 @@ def test_gradients_that_somebody_keeps_are_not_overwritten(made: tuple[BatchOpti
             assert one is not None and two is not None and torch.equal(one, two)
 
 
-@pytest.mark.parametrize(("order", "memories"), [("zero first", 1), ("evaluate first", 2)])
-def test_memory_that_nobody_has_is_used_again(made: tuple[BatchOptimizer, Workload], order: str, memories: int) -> None:
-    opt, case = made
-    case.module.zero_grad()
-    found = set()
-    for _ in range(6):
-        if order == "zero first":
-            case.module.zero_grad()
-        loss = opt.loss()
-        case.module.zero_grad()
-        back(loss)
-        found.add(opt.grad_parameters.data_ptr())
-        first_parameter = next(case.module.parameters())
-        assert first_parameter.grad is not None and first_parameter.grad.data_ptr() in found  # there was no copy
-    assert len(found) == memories
-
-
 def test_what_has_no_derivative_and_what_is_refused() -> None:
     module = nn.Sequential(nn.Linear(2, 1), nn.Linear(2, 1))
     with BatchOptimizer(module, loss_fn=lambda m, x, _: m[0](x).square().mean(), optimizer=None) as opt:  # type: ignore[index]

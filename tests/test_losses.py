@@ -195,17 +195,17 @@ def check(module: nn.Module, case: Case, x: torch.Tensor, *ways: tuple[Any, dict
             )
 
 
-def _module_of(name: str) -> nn.Module:
+def module_of(name: str) -> nn.Module:
     return _scores(ACTIVATIONS[name]() if name in ACTIVATIONS else None)
 
 
-def _made(name: str) -> list[Callable[[str], Case]]:
+def made(name: str) -> list[Callable[[str], Case]]:
     found = TABLE[name]
     assert found is not None
     return found
 
 
-def _inputs(samples: int = N) -> torch.Tensor:
+def inputs(samples: int = N) -> torch.Tensor:
     return torch.randn(samples, 4, dtype=torch.float64)
 
 
@@ -213,15 +213,15 @@ def _inputs(samples: int = N) -> torch.Tensor:
 @pytest.mark.parametrize("name, which", CASES)
 def test_every_loss_for_every_cut(name: str, which: int, reduction: str) -> None:
     torch.manual_seed(which)
-    case, x = _made(name)[which](reduction), _inputs()
-    check(_module_of(name), case, x, *(((x, case.targets), {"chunk_size": size}) for size in (None, 1, 4, 10, N)))
+    case, x = made(name)[which](reduction), inputs()
+    check(module_of(name), case, x, *(((x, case.targets), {"chunk_size": size}) for size in (None, 1, 4, 10, N)))
 
 
 @pytest.mark.parametrize("name", ["CrossEntropyLoss", "BCELoss", "CTCLoss"])
 def test_losses_in_worker_processes(name: str) -> None:
     torch.manual_seed(0)
-    case, x = _made(name)[-1 if name == "BCELoss" else 0]("mean"), _inputs()
-    check(_module_of(name), case, x, ((x, case.targets), {"parallelize": 3, "speeds": [3, 1, 2]}))
+    case, x = made(name)[-1 if name == "BCELoss" else 0]("mean"), inputs()
+    check(module_of(name), case, x, ((x, case.targets), {"parallelize": 3, "speeds": [3, 1, 2]}))
 
 
 def stack(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -233,7 +233,7 @@ def stack(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor,
 @pytest.mark.parametrize("parallelize", [1, 2])
 def test_smoothed_losses_of_targets_without_weight_count_in_a_list_of_samples(collate: Any, parallelize: int) -> None:
     torch.manual_seed(0)
-    x, case = _inputs(), Case(nn.CrossEntropyLoss(_some_zero(), label_smoothing=0.3), _sorted())
+    x, case = inputs(), Case(nn.CrossEntropyLoss(_some_zero(), label_smoothing=0.3), _sorted())
     options: dict[str, Any] = {"collate_fn": collate, "chunk_size": 4, "parallelize": parallelize}
     check(_scores(), case, x, ((list(x), list(case.targets)), options))
     assert case.criterion.reduction == "mean"
@@ -274,7 +274,7 @@ def _replaced() -> nn.Module:
 )
 def test_a_loss_with_a_forward_of_its_own_is_not_torchs(make: Callable[[], Case]) -> None:
     torch.manual_seed(0)
-    case, x = make(), _inputs()
+    case, x = make(), inputs()
     check(_scores(nn.Sigmoid()), case, x, *(((x, case.targets), {"chunk_size": size}) for size in (4, 10)))
 
 
@@ -282,7 +282,7 @@ def test_a_loss_with_a_forward_of_its_own_is_not_torchs(make: Callable[[], Case]
 @pytest.mark.parametrize("collate", [None, stack])
 def test_weights_of_samples_follow_the_samples_of_a_list(rows: tuple[int, ...], collate: Any) -> None:
     torch.manual_seed(0)
-    x, y = _inputs(), torch.rand(N, CLASSES).double()
+    x, y = inputs(), torch.rand(N, CLASSES).double()
     case, options = Case(nn.BCELoss(torch.rand(rows).double()), y), {"chunk_size": 4, "collate_fn": collate}
     check(_scores(nn.Sigmoid()), case, x, *(((list(x), targets), options) for targets in (y, list(y))))
 
@@ -291,7 +291,7 @@ def test_weights_of_samples_follow_the_samples_of_a_list(rows: tuple[int, ...], 
 def test_weights_of_positives_follow_the_samples(chunk_size: int | None) -> None:
     """torch documents any shape that can be broadcast with the targets."""
     torch.manual_seed(0)
-    x, y = _inputs(), torch.rand(N, CLASSES).double()
+    x, y = inputs(), torch.rand(N, CLASSES).double()
     criterion = nn.BCEWithLogitsLoss(torch.rand(N, 1).double(), pos_weight=torch.rand(N, CLASSES).double())
     ways: Any = [((x, y), {}), ((list(x), list(y)), {})]
     check(_scores(), Case(criterion, y), x, *ways, chunk_size=chunk_size, parallelize=2)
@@ -316,22 +316,11 @@ def _any_module(data: st.DataObject, activation: nn.Module | None) -> nn.Module:
 def test_any_module_and_speeds_in_worker_processes(data: st.DataObject) -> None:
     torch.manual_seed(data.draw(st.integers(0, 10**6)))
     samples = data.draw(st.integers(1, 60))
-    module, x, classes = _any_module(data, None), _inputs(samples), torch.randint(0, CLASSES, (samples,))
+    module, x, classes = _any_module(data, None), inputs(samples), torch.randint(0, CLASSES, (samples,))
     classes[1::3] = -100
     speeds = data.draw(st.lists(st.floats(0.01, 1), min_size=2, max_size=2))
     options = {"speeds": speeds, "chunk_size": data.draw(st.one_of(st.none(), st.integers(1, 70))), "parallelize": 2}
     check(module, Case(nn.CrossEntropyLoss(_weights()), classes), x, ((x, classes), options))
-
-
-@pytest.mark.slow
-@settings(deadline=None, max_examples=60)
-@given(data=st.data())
-def test_any_module_loss_batch_and_cut(data: st.DataObject) -> None:
-    name = data.draw(st.sampled_from([name for name, makers in TABLE.items() if makers and hasattr(nn, name)]))
-    torch.manual_seed(data.draw(st.integers(0, 10**6)))
-    case = data.draw(st.sampled_from(_made(name)))(data.draw(st.sampled_from(["mean", "sum"])))
-    module, x = _any_module(data, ACTIVATIONS[name]() if name in ACTIVATIONS else None), _inputs()
-    check(module, case, x, ((x, case.targets), {"chunk_size": data.draw(st.integers(1, N + 3))}))
 
 
 @pytest.mark.parametrize("chunk_size", [None, 3])
@@ -343,7 +332,7 @@ def test_a_mean_of_the_users_own_with_denominators(chunk_size: int | None) -> No
         return nn.functional.mse_loss(module(x)[there], targets[there])
 
     torch.manual_seed(0)
-    x, targets = _inputs(), _targets(N, CLASSES)
+    x, targets = inputs(), _targets(N, CLASSES)
     targets[torch.rand(N, CLASSES) < 0.5] = torch.nan
     targets[3:6] = torch.nan
     case = Case(nn.MSELoss(), targets, masked, lambda _, targets: (~targets.isnan()).sum(1))

@@ -6,9 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -17,164 +15,49 @@ import torch
 from torch import nn
 
 from batchopt import BatchOptimizer, Sample, Worker, WorkerError
-from batchopt._machine.ownership import Owner, exclusive, undisturbed
 from batchopt.errors import BatchoptError
 from tests.building import Child, handling, loaded
-
-
-class Machine:
-    """Something that one thread at a time may use, and that cannot be used while it works."""
-
-    def __init__(self) -> None:
-        self._owner = Owner()
-        self.value = 0
-
-    @exclusive
-    def add(self, amount: int, *, times: int = 1) -> int:
-        """Add `amount`, so many times."""
-        self.value += amount * times
-        return self.value
-
-    @exclusive
-    def call(self, function: Callable[[], object]) -> object:
-        """What `function` returns, called inside."""
-        return function()
-
-    @exclusive
-    @undisturbed
-    def work(self, function: Callable[[], object]) -> object:
-        """What `function` returns, called in the middle of it."""
-        return function()
-
-    @undisturbed
-    def inner(self) -> int:
-        """For those that are at work themselves."""
-        return self.value
-
-
-@contextmanager
-def in_use(machine: Machine, name: str) -> Iterator[None]:
-    """A thread of that name is inside."""
-    inside, leave = threading.Event(), threading.Event()
-
-    def wait() -> bool:
-        inside.set()
-        return leave.wait(10)
-
-    thread = threading.Thread(target=machine.call, args=(wait,), name=name)
-    thread.start()
-    try:
-        assert inside.wait(10)
-        yield
-    finally:
-        leave.set()
-        thread.join()
-
-
-def elsewhere(function: Callable[[], object]) -> object:
-    """What `function` returns, called in a thread that ends."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(function).result(10)
-
-
-def test_a_method_is_called_as_it_was_and_keeps_its_name_and_its_docstring() -> None:
-    machine = Machine()
-    assert machine.add(2, times=3) == 6 and machine.add(amount=1) == 7
-    assert (Machine.add.__name__, Machine.add.__qualname__) == ("add", "Machine.add")
-    assert Machine.add.__doc__ == "Add `amount`, so many times."
-
-
-def test_the_thread_that_is_inside_may_enter_again_and_others_until_the_outermost_call_returns_may_not() -> None:
-    machine = Machine()
-
-    def inner_returns_first() -> object:
-        machine.call(lambda: machine.add(1))
-        with pytest.raises(BatchoptError, match="is running in thread"):
-            elsewhere(lambda: machine.add(1))
-        return machine.value
-
-    assert machine.call(inner_returns_first) == 1
-    assert elsewhere(lambda: machine.add(1)) == 2
-
-
-def test_other_threads_are_told_which_one_uses_it_and_take_nothing_with_them() -> None:
-    machine, other = Machine(), Machine()
-    for name in ("the-first-one", "the-second-one"):
-        with in_use(machine, name):
-            with pytest.raises(BatchoptError, match=f"is running in thread '{name}'"):
-                machine.add(1)
-            with pytest.raises(BatchoptError, match=f"is running in thread '{name}'"):
-                elsewhere(lambda: machine.add(1))
-            assert other.add(0) == 0  # two objects know nothing of each other
-        before = machine.value
-        assert elsewhere(lambda: machine.add(1)) == before + 1 and machine.add(1) == before + 2
-
-
-@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
-def test_an_exception_passes_through_and_leaves_it_free(error: type[BaseException]) -> None:
-    machine = Machine()
-
-    def fail() -> None:
-        raise error("the user's")
-
-    with pytest.raises(error, match="the user's"):
-        machine.call(lambda: machine.call(fail))
-    assert elsewhere(lambda: machine.add(1)) == 1
-
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 # Python 3.12 warns of forks in a process that has threads, as torch's have.
 forks_with_threads = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
 
-@needs_fork
-@forks_with_threads
-def test_a_forked_child_is_told_whose_it_is_wherever_it_was_forked_and_may_have_one_of_its_own() -> None:
-    machine = Machine()
-
-    def add() -> str:
-        return Child(lambda: machine.add(1)).said()
-
-    said = [add(), machine.call(add)]
-    with in_use(machine, "busy"):
-        said.append(add())  # which does not wait
-    for one in said:
-        assert isinstance(one, str) and one.startswith("BatchoptError: ")
-        assert f"belongs to process {os.getpid()}" in one and "this is process CHILD" in one
-    assert machine.add(1) == 1
-    assert Child(lambda: Machine().add(5)).said() == "5"
-
-
 # ---- while a call is at work
 
 
-def test_what_is_at_work_is_not_disturbed_by_its_own_thread() -> None:
-    machine = Machine()
-    for call in (lambda: machine.add(1), lambda: machine.work(lambda: None)):
-        with pytest.raises(BatchoptError, match=r"is in the middle of work\(\)"):
-            machine.work(call)
-    assert machine.work(machine.inner) == 0
-    assert machine.call(lambda: machine.work(lambda: None)) is None
-    assert elsewhere(lambda: machine.add(1)) == 1
-
-
-def test_what_is_to_be_done_last_is_done_once_the_outermost_is_over() -> None:
-    machine, done = Machine(), []
-    assert not machine._owner.at_last(lambda: done.append("never"))
-
-    def leave_something() -> bool:
-        machine.inner()
-        assert machine._owner.at_last(lambda: done.append("last"))
-        machine.inner()
-        return not done
-
-    assert machine.work(leave_something)
-    assert done == ["last"]
-    machine.work(lambda: None)
-    assert done == ["last"]
-
-
 X, Y = torch.linspace(-1, 1, 16).view(8, 2), torch.linspace(0, 1, 8).view(8, 1)
+
+
+@needs_fork
+@forks_with_threads
+def test_other_threads_and_forked_children_are_told_who_uses_it() -> None:
+    inside, leave = threading.Event(), threading.Event()
+
+    class Waiting(BatchOptimizer):
+        def optimize(self) -> None:
+            inside.set()
+            assert leave.wait(30)
+            super().optimize()
+
+    def told() -> str:
+        try:
+            opt.load(X, Y)
+        except BatchoptError as error:
+            return str(error)
+        return "nothing"
+
+    with Waiting(nn.Linear(2, 1), nn.MSELoss(), optimizer="sgd") as opt:
+        thread = threading.Thread(target=opt.step, args=(X, Y), name="the first")
+        thread.start()
+        assert inside.wait(30)
+        said = told(), Child(told).said()
+        leave.set()
+        thread.join()
+        assert "is running in thread 'the first'" in said[0]
+        for one in (said[1], Child(told).said()):
+            assert f"belongs to process {os.getpid()}" in one and "this is process CHILD" in one
+        assert told() == "nothing" and opt.batch_counter == 1
 
 
 def signalling(worker: Worker, sample: Sample) -> None:

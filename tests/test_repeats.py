@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from types import FrameType
 from typing import Any
@@ -14,39 +14,13 @@ import pytest
 import torch
 from torch import nn
 
-import batchopt.backends.process.repeat
-from batchopt import BatchOptimizer, Sample, Term, Weighted, Worker
-from batchopt._data.batches import BatchSpec, read_part
-from batchopt._data.forms import with_form
-from batchopt._mapreduce.speeds import Speeds
-from batchopt.backends.process.repeat import Repeat
+from batchopt import BatchOptimizer, Sample, Weighted, Worker
 from batchopt.errors import WorkerError
-from batchopt_workers.data.batch import Batch
-from batchopt_workers.data.packing import pack
-from batchopt_workers.process import loop
 from tests.building import loaded
-from tests.workloads import misfit
 
 N = 24
 X = torch.linspace(-2.0, 2.0, N * 3).reshape(N, 3).sin()
 Y = torch.linspace(-1.0, 3.0, N * 2).reshape(N, 2).cos()
-
-
-@pytest.fixture
-def rings(monkeypatch: pytest.MonkeyPatch, nobody_late: None) -> Iterator[list[int]]:
-    """The numbers of the orders that repeated those before, and were carried out alike."""
-    found: list[int] = []
-    wait = Repeat._wait
-
-    def noted(self: Repeat, number: int) -> bool:
-        usual = wait(self, number)
-        if usual:
-            found.append(number)
-        return usual
-
-    monkeypatch.setattr(Repeat, "_wait", noted)
-    monkeypatch.setattr(batchopt.backends.process.repeat, "PATIENCE", 5.0)  # the machine may be busy
-    yield found
 
 
 class Drops(nn.Module):
@@ -72,32 +46,8 @@ def move(opt: BatchOptimizer) -> None:
     opt.parameters.sub_(opt.grad_parameters, alpha=0.1)
 
 
-def evaluations(module: nn.Module, parallelize: int, chunk_size: int | None, **options: Any) -> list[torch.Tensor]:
-    """f, df/dX and the module's state, again and again."""
-    found: list[torch.Tensor] = []
-    options |= {"parallelize": parallelize, "chunk_size": chunk_size, "check_cut": False, "threads_per_worker": 1}
-    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, **options) as opt:
-        for scale in (1.0, 2.0):
-            opt.load(scale * X, Y)
-            for _ in range(6):
-                found += [opt.evaluate(), opt.grad_parameters.clone()]
-                move(opt)
-    return found + [tensor.clone() for tensor in module.state_dict().values()]
-
-
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
     assert len(one) == len(other) and all(map(torch.equal, one, other))
-
-
-@pytest.mark.filterwarnings("ignore:.*normalises by the statistics")
-@pytest.mark.parametrize("module", [plain, Drops])
-@pytest.mark.parametrize("chunk_size", [5, 8])
-def test_bits_are_those_of_one_process(module: Callable[[], nn.Module], chunk_size: int, rings: list[int]) -> None:
-    expected = evaluations(module(), 1, chunk_size)
-    assert not rings
-    same(evaluations(module(), 2, chunk_size, speeds=[1, 1]), expected)
-    assert rings
-    same(evaluations(module(), 3, chunk_size, speeds=[1, 1, 1]), expected)
 
 
 def minibatches(parallelize: int, ahead: bool, form: str = "tensors") -> list[Any]:
@@ -118,12 +68,11 @@ def minibatches(parallelize: int, ahead: bool, form: str = "tensors") -> list[An
 @pytest.mark.filterwarnings("ignore:.*normalises by the statistics")
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("form", ["tensors", "another size now and then", "weights"])
-def test_minibatches_have_the_bits_of_one_process(ahead: bool, form: str, rings: list[int]) -> None:
+def test_minibatches_have_the_bits_of_one_process(ahead: bool, form: str) -> None:
     expected = minibatches(1, ahead, form)
     found = minibatches(2, ahead, form)
     assert found[:12] == expected[:12]
     same(found[12:], expected[12:])
-    assert form == "weights" or rings
 
 
 class Writes(nn.Linear):
@@ -136,56 +85,12 @@ class Writes(nn.Linear):
         return y
 
 
-def test_a_batch_is_not_read_through_what_was_written_into_the_one_before(rings: list[int]) -> None:
+def test_a_batch_is_not_read_through_what_was_written_into_the_one_before() -> None:
     module = Writes(3, 2)
     with BatchOptimizer(module, nn.MSELoss(), optimizer="sgd", parallelize=2, chunk_size=12, speeds=[1, 1]) as opt:
         for scale in (0.5, 2, 3, 4, 5):
             expected = nn.functional.mse_loss(nn.functional.linear(scale * X, module.weight, module.bias), Y).item()
             assert opt.step(scale * X, Y) == pytest.approx(expected)
-    assert rings
-
-
-def test_whatever_comes_between_two_evaluations_is_seen(rings: list[int]) -> None:
-    module, criterion = plain(), nn.MSELoss()
-    seen: list[float] = []
-
-    def evaluate(opt: BatchOptimizer, expected: Callable[[], torch.Tensor]) -> None:
-        for _ in range(3):
-            assert opt.evaluate().item() == pytest.approx(expected().item(), rel=1e-5)
-            torch.testing.assert_close(opt.grad_parameters, gradient(expected()), rtol=1e-4, atol=1e-6)
-            move(opt)
-            seen.append(opt.output)
-
-    def gradient(loss: torch.Tensor) -> torch.Tensor:
-        return torch.cat([g.reshape(-1) for g in torch.autograd.grad(loss, [*module.parameters()])])
-
-    def mse() -> torch.Tensor:
-        return nn.functional.mse_loss(module(X), Y)
-
-    with loaded(module, criterion, X, Y, parallelize=2) as opt:
-        evaluate(opt, mse)
-        assert opt.total(lambda module, inputs, targets: inputs.sum()).item() == pytest.approx(X.sum().item(), abs=1e-4)
-        evaluate(opt, mse)
-        opt.hvp(torch.ones_like(opt.parameters))
-        evaluate(opt, mse)
-        assert opt.run_on_workers(lambda worker: worker.rank) == [0, 1]
-        evaluate(opt, mse)
-        opt.prehook = lambda worker, sample: setattr(sample, "inputs", 2 * sample.inputs)
-        evaluate(opt, lambda: nn.functional.mse_loss(module(2 * X), Y))
-        opt.prehook = None
-        evaluate(opt, mse)
-        next(module.parameters()).data = next(module.parameters()).data + 0.1
-        evaluate(opt, mse)
-        opt.resize(3)
-        opt.load(X, Y)
-        evaluate(opt, mse)
-        criterion.reduction = "sum"
-        opt.load(X, Y)
-        evaluate(opt, lambda: nn.functional.mse_loss(module(X), Y, reduction="sum"))
-        opt.load(X.double().float() * 3, Y)
-        evaluate(opt, lambda: nn.functional.mse_loss(module(3 * X), Y, reduction="sum"))
-    assert rings
-    assert opt.eval_counter == len(seen)
 
 
 class Counts:
@@ -201,7 +106,7 @@ class Counts:
 
 @pytest.mark.parametrize("parallelize, chunk_size", [(1, None), (1, 5), (2, None)])
 def test_a_posthook_that_returns_something_now_and_then_or_arrays(
-    parallelize: int, chunk_size: int | None, rings: list[int], nobody_late: None
+    parallelize: int, chunk_size: int | None, nobody_late: None
 ) -> None:
     found: list[list[int | None]] = []
     options: dict[str, Any] = {"parallelize": parallelize, "speeds": [1] * parallelize, "chunk_size": chunk_size}
@@ -220,7 +125,6 @@ def test_a_posthook_that_returns_something_now_and_then_or_arrays(
     assert sum(calls) == 9 * chunks  # each once
     said = [result for results in found for result in results if result is not None]
     assert sorted(said) == sorted(n for number in calls for n in range(7, number + 1, 7))
-    assert parallelize == 1 or rings
 
 
 class Sometimes(nn.Module):
@@ -308,69 +212,6 @@ def test_a_buffer_without_elements_is_put_back() -> None:
         assert module.cache.numel() == 0
 
 
-def test_forms_of_batches() -> None:
-    a, b, c = (torch.ones(4, 3) for _ in range(3))
-
-    def formed(inputs: Any, targets: Any, collate: Any = None) -> Batch:
-        return with_form(Batch((read_part(inputs, targets, None, BatchSpec(collate, "mean", None, None)),)))
-
-    def form(*given: Any) -> Any:
-        found = formed(*given)
-        return None if found.plain is None else found.plain.form
-
-    assert form(a, b) == form(b, c) is not None
-    assert form((a, b), (c,)) != form((a,), (b, c))
-    square, turned = torch.ones(4, 1, 3, 3), torch.ones(4, 3, 3, 1).permute(0, 3, 1, 2)
-    assert turned.is_contiguous() and form(square, b) != form(turned, b)
-    for other in (a[:3], a.double(), a.t().contiguous().t(), [*a], a.clone().requires_grad_()):
-        assert form(other, b[: len(other)]) != form(a, b)
-    assert form(a, b, lambda pairs: pairs) is None and form(a, a) is None
-    assert b"batchopt._data" not in pack(formed(X, Y)).data  # workers load nothing of the parent's library
-
-
-def test_terms_and_their_weights(rings: list[int]) -> None:
-    module = plain()
-    terms = {"one": Term(misfit), "two": Term(misfit, weight=2.0)}
-    with BatchOptimizer(module, terms=terms, optimizer=None, parallelize=2, chunk_size=5, speeds=[1, 1]) as opt:
-        for weight in (2.0, 3.0):
-            opt.weights = {"one": 1.0, "two": weight}
-            opt.load({"one": (X, Y), "two": (X[:7] + 1, Y[:7])})
-            for _ in range(4):
-                losses = misfit(module, X, Y).item(), misfit(module, X[:7] + 1, Y[:7]).item()
-                assert opt.evaluate().item() == pytest.approx(losses[0] + weight * losses[1], rel=1e-5)
-                assert opt.losses == pytest.approx({"one": losses[0], "two": losses[1]}, rel=1e-5)
-                move(opt)
-    assert rings
-
-
-def test_repeats_are_counted_and_an_infinite_loss_and_other_speeds_are_seen() -> None:
-    options: dict[str, Any] = {"parallelize": 2, "on_nonfinite": "return", "speeds": [1, 3]}
-    with loaded(plain(), nn.MSELoss(), X, Y, **options) as opt:
-        before = [opt.evaluate().item() for _ in range(3)]
-        samples = [worker.samples for worker in opt.workers]
-        with opt.timeline() as timeline:
-            for _ in range(3):
-                opt.evaluate()
-        assert sum(worker.samples for worker in opt.workers) == sum(samples) + 3 * N
-        assert sum(event.name == "chunks" for event in timeline.events) == 6
-        kept = opt.parameters.clone()
-        opt.parameters.fill_(torch.inf)
-        assert opt.evaluate().item() == torch.inf
-        opt.parameters.copy_(kept)
-        assert [opt.evaluate().item() for _ in range(3)] == pytest.approx(before)
-        opt.resize(2, speeds=[1, 1])
-        opt.load(X, Y)
-        samples = [worker.samples for worker in opt.workers]
-        opt.evaluate()
-        assert [worker.samples - done for worker, done in zip(opt.workers, samples, strict=True)] == [12, 12]
-
-
-def test_a_collate_function_that_is_given_tensors() -> None:
-    options: dict[str, Any] = {"parallelize": 2, "collate_fn": lambda pairs: (pairs, torch.ones(3))}
-    with BatchOptimizer(plain(), nn.MSELoss(), optimizer="sgd", **options) as opt:
-        assert opt.step(X, Y) > opt.step(X, Y) > opt.step(X, Y)
-
-
 def test_an_overridden_map_is_not_repeated() -> None:
     class Clipped(BatchOptimizer):
         def map(self) -> Any:
@@ -400,18 +241,6 @@ class Draws(nn.Linear):
         return super().forward(nn.functional.dropout(x, 0.5) if bool(x.abs().max() > 2.5) else x)
 
 
-@pytest.mark.parametrize("scales", [[3, 4, 5] * 4, [1, 2, 1] * 4 + [5]])
-def test_chunks_stay_in_a_step_that_draws_though_speeds_change(scales: list[int], rings: list[int]) -> None:
-    with BatchOptimizer(Draws(3, 2), nn.MSELoss(), optimizer=None, parallelize=2, check_cut=False) as opt:
-        for scale in scales:
-            opt.load(scale * X, Y)
-            first = opt.evaluate().item()
-        assert rings
-        for _ in range(2):
-            opt._function.workers.set_speeds(Speeds((900.0, 100.0)))
-            assert opt.evaluate().item() == pytest.approx(first, rel=1e-6)
-
-
 def products(parallelize: int, large: bool, **options: Any) -> list[torch.Tensor]:
     """Products, and what comes between them."""
     found: list[torch.Tensor] = []
@@ -434,11 +263,9 @@ def products(parallelize: int, large: bool, **options: Any) -> list[torch.Tensor
 
 
 @pytest.mark.parametrize("large", [False, True])
-def test_products_repeat_as_evaluations_do(large: bool, rings: list[int]) -> None:
+def test_products_repeat_as_evaluations_do(large: bool) -> None:
     expected = products(1, large)
-    assert not rings
     same(products(2, large, speeds=[1, 1]), expected)
-    assert rings
 
 
 def test_frames_of_a_product_that_repeats() -> None:
@@ -472,17 +299,6 @@ def least(call: Callable[[], object]) -> int:
     return min(frames(call) for _ in range(40))
 
 
-def count_frames(worker: Worker) -> None:
-    """Count those of each order that this worker carries out."""
-    carry_out, found = loop._carry_out, worker.state.setdefault("frames", [])
-
-    def counted(mailbox: Any, session: Any, told: Any, made: int) -> float:
-        found.append(frames(lambda: carry_out(mailbox, session, told, made)))
-        return 0.0
-
-    loop._carry_out = counted
-
-
 ONES, TARGETS = torch.ones(64, 1), torch.ones(64, 1)
 
 
@@ -504,12 +320,3 @@ def test_frames_of_evaluations_and_minibatches_that_repeat() -> None:
     assert (chunks - alone) / 3 <= 26
     assert of_minibatch(1) <= 167
     assert of_minibatch(2) <= 162
-
-
-def test_frames_of_a_worker_that_is_rung_for(rings: list[int]) -> None:
-    options: dict[str, Any] = {"parallelize": 2, "precode": count_frames, "speeds": [1, 1]}
-    with loaded(nn.Linear(1, 1), nn.MSELoss(), ONES, TARGETS, **options) as opt:
-        for _ in range(12):
-            opt.evaluate()
-        found = opt.run_on_workers(lambda worker: min(worker.state["frames"]))
-    assert rings and max(found) <= 60

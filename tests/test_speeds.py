@@ -16,8 +16,6 @@ from torch import nn
 from batchopt import BatchOptimizer, Worker
 from batchopt._mapreduce.plan import split_batch
 from batchopt._mapreduce.speeds import LARGEST_RATIO, Speeds
-from batchopt.backends.process.paces import Stragglers
-from batchopt_workers.process.messages import Kind
 
 RATES = st.floats(1e-3, 1e9)
 
@@ -142,7 +140,7 @@ def hook(worker: Worker, sample: Any) -> None:
     """Hooks make the first evaluation the measurement."""
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("hooked", [False, True])
 def test_a_worker_whose_share_is_always_taken_over_is_measured(hooked: bool) -> None:
     options: dict[str, Any] = {"parallelize": 4, "prehook": hook if hooked else None, "check_cut": False}
@@ -172,9 +170,3 @@ def test_a_worker_whose_share_is_always_taken_over_is_measured(hooked: bool) -> 
                 break
         else:
             raise AssertionError(f"worker 3 counts as slow: {recovered}")
-
-
-def test_nothing_is_shown_where_nobody_is_late() -> None:
-    stragglers = Stragglers({Kind.EVALUATE: {}})
-    stragglers.measure(Kind.EVALUATE, [])
-    assert stragglers.late == {} and not stragglers

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import batchopt
-from batchopt._mapreduce.plan import runs, split_batch
+from batchopt._mapreduce.plan import split_batch
 
 COUNTS = st.one_of(st.integers(0, 50), st.integers(0, 10**6))
 ANY_SPEED = st.one_of(st.floats(0, 1e308), st.floats(0, 10), st.sampled_from([0.0, 5e-324, 1e-300, 1.0, 2.0, 1e308]))
@@ -70,12 +69,6 @@ def test_equal_speeds_differ_by_at_most_one_the_first_get_more(n: int, workers: 
     assert split_batch(n, [speed] * workers) == [share + 1] * more + [share] * (workers - more)
 
 
-@given(COUNTS, ANY_SPEEDS)
-@settings(deadline=None)
-def test_a_stopped_worker_gets_nothing_while_another_runs(n: int, speeds: list[float]) -> None:
-    assert split_batch(n, [*speeds, 0.0, 1.0])[-2] == 0
-
-
 @pytest.mark.parametrize(
     "n, speeds, shares",
     [
@@ -113,11 +106,3 @@ def test_known_splits(n: int, speeds: list[float], shares: list[int]) -> None:
 def test_impossible_splits_are_refused(n: int, speeds: list[float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         split_batch(n, speeds)
-
-
-@given(st.lists(st.integers(0, 100), max_size=20))
-@settings(deadline=None)
-def test_runs_lie_one_after_the_other(shares: list[int]) -> None:
-    ranges = runs(shares)
-    assert [last - first for first, last in ranges] == shares
-    assert all(before[1] == after[0] for before, after in pairwise([(0, 0), *ranges]))

@@ -274,25 +274,6 @@ class Contract(TaskContract):
             opt.load(batch)
             assert opt.evaluate().item() == pytest.approx(loss_fn(module, batch, None).item(), rel=1e-12)
 
-    def test_sums_are_summed(self, make: Make) -> None:
-        case = mlp()
-        case.criterion = nn.MSELoss(reduction="sum")
-        self.check(make(case.module, case.criterion, optimizer=None), case)
-        listed = rnn()
-        opt = make(listed.module, nn.CrossEntropyLoss(reduction="sum"), optimizer=None)
-        opt.load(listed.inputs, listed.targets)
-        assert opt.evaluate().item() == pytest.approx(listed.reference()[0] * len(listed.inputs), rel=1e-12)
-
-    def test_samples_of_a_list_count_by_their_class_weight(self, make: Make) -> None:
-        case = rnn()
-        criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 10.0]).double(), ignore_index=1)
-        outputs = torch.stack([case.module(x) for x in case.inputs])
-        for targets in (case.targets, torch.stack(case.targets)):
-            opt = make(case.module, criterion, optimizer=None)
-            opt.load(case.inputs, targets)
-            expected = criterion(outputs, torch.stack(case.targets)).item()
-            assert opt.evaluate().item() == pytest.approx(expected, rel=1e-12)
-
     # ---- datasets
 
     @pytest.mark.parametrize("cache", [True, False])
@@ -456,15 +437,6 @@ class Contract(TaskContract):
         assert opt.run_on_workers(lambda worker, a, b: (worker.rank, a + b), 1, 2) == [
             (rank, 3) for rank in range(self.parallelize)
         ]
-
-    def test_the_modules_own_forward_hooks_fire(self, make: Make) -> None:
-        case = mlp()
-        handle = case.module.get_submodule("first").register_forward_hook(lambda module, args, output: output * 2)
-        loss, _ = case.reference()
-        opt = make(case.module, case.criterion, optimizer=None)
-        self.check(opt, case)
-        handle.remove()
-        assert case.reference()[0] != loss
 
     # ---- optimizers
 

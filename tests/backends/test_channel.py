@@ -6,7 +6,6 @@ import gc
 import os
 import selectors
 import signal
-import socket
 import struct
 import threading
 from collections.abc import Iterator
@@ -18,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchopt.backends.process.channel import Channel, ProtocolError, WorkerReply
-from batchopt_workers.data.memory import SharedBlock
 from batchopt_workers.process.messages import HEAD, Message
 
 Ends = tuple[Channel, Connection]
@@ -85,61 +83,6 @@ def test_a_large_message_waits_for_room_without_blocking(ends: Ends) -> None:
     assert not channel.pending and channel.sent == 2
 
 
-def descriptor(theirs: Connection) -> int:
-    """The one that comes next."""
-    with socket.socket(fileno=os.dup(theirs.fileno())) as end:
-        data, (fd,), _, _ = socket.recv_fds(end, 1, 1)
-    assert len(data) == 1
-    return fd
-
-
-@pytest.mark.parametrize("size", [1, 2**13, 2**15])
-def test_what_waits_leaves_together_in_its_order_and_a_descriptor_follows_its_message(ends: Ends, size: int) -> None:
-    channel, theirs = ends
-    bodies = [bytes([i]) * size for i in range(4)]
-    block = SharedBlock.create(1)
-    for i, body in enumerate(bodies):
-        channel.queue(channel.number(), body, block if i == 1 else None)
-    assert channel.pending and channel.sent == 4
-    assert channel.flush() and not channel.pending
-    for number, body in enumerate(bodies, 1):
-        assert theirs.recv_bytes() == HEAD.pack(number, Message.CALL) + body
-        if number == 2:
-            fd = descriptor(theirs)
-            assert os.fstat(fd).st_ino == os.fstat(block.fd).st_ino
-            os.close(fd)
-
-
-def test_only_answers_answer_and_a_ring_is_no_call(ends: Ends) -> None:
-    channel, theirs = ends
-    send(channel, b"")
-    channel.send_ring()
-    channel.ring()
-    channel.flush()
-    assert channel.sent == 1
-    theirs.recv_bytes()
-    assert theirs.recv_bytes() == theirs.recv_bytes() == HEAD.pack(0, Message.RING)
-    for kind in (Message.HOOKED, Message.FORM, Message.RESULT):
-        assert not channel.idle
-        theirs.send_bytes(HEAD.pack(1, kind))
-        channel.receive()
-        assert [reply.kind for reply in channel.replies()] == [kind]
-    assert channel.idle
-
-
-def test_a_reply_comes_again_until_it_was_dealt_with(ends: Ends) -> None:
-    channel, theirs = ends
-    send(channel, b"")
-    send(channel, b"")
-    for number in (1, 2):
-        theirs.send_bytes(HEAD.pack(number, Message.RESULT))
-    channel.receive()
-    for _ in range(3):
-        assert next(channel.replies()).number == 1
-    assert [reply.number for reply in channel.replies()] == [1, 2]
-    assert list(channel.replies()) == []
-
-
 @pytest.mark.parametrize(
     "frame",
     [
@@ -176,22 +119,6 @@ def test_any_bytes_are_messages_or_an_error(data: bytes, cut: int) -> None:
             pass
         assert sum(4 + HEAD.size + len(reply.body) for reply in found) <= len(data)
     channel.close()
-
-
-def test_an_end_of_file_is_an_error_once_all_was_taken_in(ends: Ends) -> None:
-    channel, theirs = ends
-    send(channel, b"")
-    theirs.recv_bytes()
-    theirs.send_bytes(HEAD.pack(1, Message.RESULT) + b"last")
-    theirs.send_bytes(HEAD.pack(1, Message.RESULT) + b"words")
-    theirs.close()
-    channel.drain()
-    assert [reply.body for reply in channel.replies()] == [b"last", b"words"]
-    with pytest.raises(EOFError):
-        channel.receive()
-    with pytest.raises(OSError):
-        send(channel, b"")
-        send(channel, b"")
 
 
 class Interrupt(Exception):
@@ -256,35 +183,3 @@ def exchange(ends: Ends, interrupts: list[bool]) -> None:
             found.update((reply.number, reply.body) for reply in channel.replies())
     writer.join()
     assert found == {n: str(n).encode() * (n % 7) for n in numbers}
-
-
-def test_interrupts_at_any_moment_leave_the_messages_sent_in_order(ends: Ends, interrupts: list[bool]) -> None:
-    """A message may be lost whole if it was interrupted before it was queued; what was queued arrives once."""
-    channel, theirs = ends
-    received: list[bytes] = []
-
-    def read() -> None:
-        while not received or not received[-1].endswith(b"end"):
-            received.append(theirs.recv_bytes())
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    number = -1
-    while number < 1999 or (len(interrupts) == 1 and number < 100_000):
-        number += 1
-        try:
-            interrupts[0] = True
-            send(channel, str(number).encode() * 200)
-        except Interrupt:
-            pass
-        finally:
-            interrupts[0] = False
-    send(channel, b"end")
-    while not channel.flush():
-        pass
-    reader.join()
-    numbers = [HEAD.unpack_from(frame)[0] for frame in received]
-    assert numbers == sorted(set(numbers))
-    bodies = [frame[HEAD.size :] for frame in received]
-    assert set(bodies) <= {b"end", *(str(n).encode() * 200 for n in range(number + 1))}
-    assert len(interrupts) > 1 and len(bodies) > 1900

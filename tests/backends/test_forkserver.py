@@ -23,8 +23,7 @@ from torch import nn
 
 from batchopt import BatchOptimizer, Worker, WorkerStartError
 from batchopt.backends.process import forkserver
-from batchopt_workers.process.forkserver import REPLY, REQUEST, Command, CommandMessage
-from tests.backends.scripts import assert_gone, pids, printed, python, running
+from tests.backends.scripts import assert_gone, pids, printed, running
 
 
 def small() -> BatchOptimizer:
@@ -145,13 +144,6 @@ def test_it_ends_when_nobody_has_needed_it_for_a_while() -> None:
         assert subprocess.run(command, pass_fds=[theirs.fileno()], timeout=60).returncode == 0
 
 
-def test_a_request_is_what_it_was() -> None:
-    request = CommandMessage(7, Command.FORK, 3, 5, 2)
-    assert CommandMessage.decode(request.encode()) == request
-    assert len(request.encode()) == REQUEST.size
-    assert REPLY.unpack(REPLY.pack(2**40, -11)) == (2**40, -11)
-
-
 SMALL = """
 import os, signal, sys, torch, batchopt
 from batchopt.backends.process import forkserver
@@ -173,21 +165,6 @@ opt.run_on_workers(lambda worker: None)  # waits for the new one
 print("PIDS", server_pid, forkserver._latest._process.pid)
 """
     stopped, new = pids(printed(SMALL + STOP + then))
-    assert stopped != new
-    assert_gone([stopped, new])
-
-
-@pytest.mark.slow
-def test_it_is_replaced_if_it_is_stopped_while_it_starts() -> None:
-    """Under the limit of `python`, which the time that it may take to start would exceed."""
-    first = """
-import os, signal
-from batchopt.backends.process import forkserver
-forkserver.anticipate(2, None)
-first = forkserver._latest._process.pid
-os.kill(first, signal.SIGSTOP)
-"""
-    stopped, new = pids(printed(first + SMALL + "print('PIDS', first, server_pid)"))
     assert stopped != new
     assert_gone([stopped, new])
 
@@ -228,24 +205,6 @@ def test_standard_streams_may_be_closed(closed: str, tmp_path: Path) -> None:
     ended = subprocess.run(["sh", "-c", command, sys.executable], cwd=tmp_path, timeout=60, capture_output=True)
     assert ended.returncode == 0, ended.stderr
     assert (tmp_path / "said").read_text() == "END"
-
-
-@pytest.mark.slow
-def test_ends_of_children_may_be_ignored() -> None:
-    then = """
-print("PIDS", server_pid, opt.workers[0].pid)
-os.kill(opt.workers[0].pid, signal.SIGKILL)
-opt.step(x, y)
-opt.run_on_workers(lambda worker: None)
-assert forkserver._latest._process.pid == server_pid and forkserver._latest.lives
-opt.close()
-"""
-    torchs_own = "ignore:Implicitly cleaning up"  # a folder that torch 2.6 makes
-    ended = python(
-        "-W", torchs_own, "-c", "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN)\n" + SMALL + then
-    )
-    assert ended.returncode == 0 and not ended.stderr, ended.stderr
-    assert_gone(pids(ended.stdout))
 
 
 def replace(opt: BatchOptimizer) -> None:

@@ -50,18 +50,20 @@ def test_a_library_is_imported_once_for_all_workers_of_all_optimizers(tmp_path: 
     assert who == expected and len(who) == 2
 
 
+STARTS_THREADS = "threading.Thread(target=threading.Event().wait, daemon=True).start()"
+
+
+@pytest.mark.sampled
 @pytest.mark.parametrize(
-    "given",
+    "given, times",
     [
-        {"folders": "('/somewhere/else/',)"},  # the user's own module may be edited
-        {"options": "precode=lambda worker: None"},  # which may be for that import
+        ({"folders": "('/somewhere/else/',)"}, 5),  # the user's own module may be edited
+        ({"options": "precode=lambda worker: None"}, 5),  # which may be for that import
+        ({"more": STARTS_THREADS}, 6),  # once in a process that has ended
     ],
 )
-def test_each_worker_imports_what_may_have_to_be_imported_there(tmp_path: Path, given: dict[str, str]) -> None:
+def test_each_worker_imports_what_may_have_to_be_imported_there(
+    tmp_path: Path, given: dict[str, str], times: int
+) -> None:
     who, (parent, server) = importers(tmp_path, **given)
-    assert len(who) == 5 and who[0] == parent and server not in who
-
-
-def test_a_library_that_starts_threads_is_imported_by_the_workers(tmp_path: Path) -> None:
-    who, (parent, server) = importers(tmp_path, "threading.Thread(target=threading.Event().wait, daemon=True).start()")
-    assert len(who) == 6 and who[0] == parent and server not in who  # once in a process that has ended
+    assert len(who) == times and who[0] == parent and server not in who

@@ -20,9 +20,8 @@ from torch import nn
 
 import batchopt
 from batchopt import BatchOptimizer, Worker
-from batchopt.backends.process import paces as deadlines
 from tests.backends.scripts import SCRIPT, assert_gone, pids, printed, python, running
-from tests.conftest import is_fork_server, listening, shared_memory
+from tests.conftest import is_fork_server, listening
 from tests.workloads import Mlp, mlp
 
 
@@ -112,6 +111,28 @@ def test_a_worker_that_dies_in_a_function_is_an_error_at_once_and_is_replaced() 
         assert said.endswith("its standard error ends with\nlast words")
         assert opt.run_on_workers(lambda worker: worker.rank) == [0, 1]
         assert [worker.restarts for worker in opt.workers] == [1, 0]
+
+
+RESULTS = [
+    torch.arange(6.0).view(2, 3).t(),
+    torch.ones(3, dtype=torch.bfloat16),
+    torch.zeros(0, 3, dtype=torch.int16),
+    torch.arange(8.0)[::2],
+    torch.arange(3.0).expand(2, 3),
+    torch.arange(3.0).to_sparse(),
+    nn.Parameter(torch.ones(2)),
+]
+
+
+def test_results_of_functions_have_tensors_of_any_kind_or_it_is_said_why_not() -> None:
+    with BatchOptimizer(Mlp(), nn.MSELoss(), parallelize=2) as opt:
+        for found in opt.run_on_workers(lambda worker: {"all": RESULTS}):
+            for one, other in zip(found["all"], RESULTS, strict=True):
+                assert type(one) is type(other) and (one.dtype, one.layout) == (other.dtype, other.layout)
+                assert torch.equal(one.to_dense(), other.to_dense()) and one.requires_grad == other.requires_grad
+        with pytest.raises(batchopt.WorkerError, match=r"TypeError in worker 0, running a function: .*lock"):
+            opt.run_on_workers(lambda worker: [__import__("threading").Lock()])
+        assert opt.run_on_workers(lambda worker: worker.rank) == [0, 1]
 
 
 def test_a_failing_precode_is_the_error_and_leaves_nothing() -> None:
@@ -312,7 +333,7 @@ assert mappings == 0, mappings
 @pytest.mark.slow
 def test_a_chunk_that_takes_longer_than_any_before_is_given_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice as much each time that it seems to hang: three workers that die of that are no reason to give it up."""
-    monkeypatch.setattr(deadlines, "FLOOR", 0.5)
+    monkeypatch.setattr("batchopt.backends.process.paces.FLOOR", 0.5)
 
     def slowly(worker: Worker, sample: batchopt.Sample) -> None:
         if sample.indices.start == 0:
@@ -326,37 +347,6 @@ def test_a_chunk_that_takes_longer_than_any_before_is_given_the_time(monkeypatch
         opt.prehook = slowly
         assert opt.evaluate().item() == pytest.approx(case.reference()[0], rel=1e-12)
         assert sum(worker.restarts for worker in opt.workers) >= 2
-
-
-@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="names of shared memory are no files here")
-def test_names_that_other_programs_make_are_not_ours() -> None:
-    """Of what `tests/conftest.py` looks for after each test."""
-    make = "import sys; file = open(sys.argv[1], 'w+b'); print(flush=True); input()"
-    name = f"batchopt-test-{os.getpid()}"
-    path = Path("/dev/shm") / name
-    before = shared_memory()
-    try:
-        path.write_bytes(b"ours")
-        assert shared_memory() - before == {name}
-    finally:
-        path.unlink()
-    reader, writer = os.pipe()
-    held, leave = os.pipe()
-    starter = subprocess.run(  # which ends at once, so that what it starts is no descendant
-        [sys.executable, "-c", "import os, sys; os.fork() or os.execv(sys.executable, sys.argv)", "-c", make, path],
-        stdin=held,
-        stdout=writer,
-    )
-    assert starter.returncode == 0
-    os.close(writer)
-    os.close(held)
-    try:
-        assert os.read(reader, 1)
-        assert path.exists() and name not in shared_memory()
-    finally:
-        os.close(leave)
-        os.close(reader)
-        path.unlink(missing_ok=True)
 
 
 @pytest.mark.slow

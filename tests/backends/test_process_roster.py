@@ -32,16 +32,6 @@ def end(made: Roster, rank: int, joined: bool = False, in_users_code: bool = Fal
     made.ended(rank, f"worker {rank} ended", joined=joined, in_users_code=in_users_code)
 
 
-def test_everybody_is_started_and_the_first_start_is_no_restart() -> None:
-    made = Roster(0)
-    made.resize(infos(0, 1, 2))
-    assert list(made.start([])) == [0, 1, 2]
-    for rank in range(3):
-        made.started(rank, 7)
-    assert [info.restarts for info in made.infos] == [0, 0, 0]
-    assert not made.is_complete([0, 1]) and made.is_complete([0, 1, 2])
-
-
 def test_who_is_missing_is_started_again_while_restarts_are_left() -> None:
     made = roster(restarts=1)
     end(made, 1, joined=True)
@@ -93,13 +83,6 @@ def test_no_process_to_be_had_counts_as_an_attempt_and_the_first_time_for_good()
     assert 0 in made.given_up
 
 
-def test_the_first_reason_to_give_somebody_up_is_kept() -> None:
-    made, first = roster(), ValueError("first")
-    made.refused(0, first)
-    made.refused(0, ValueError("second"))
-    assert made.given_up[0] is first
-
-
 def test_more_and_fewer_workers() -> None:
     made = roster(2, restarts=0)
     new, ending = made.resize([*made.infos, *infos(2, 3)])
@@ -112,16 +95,6 @@ def test_more_and_fewer_workers() -> None:
     assert list(made.start([0])) == [] and 1 in made.given_up
     made.resize([made.infos[0], *infos(1)])  # a new one of a rank that was given up
     assert list(made.start([0])) == [1] and not made.given_up
-
-
-def test_nobody_is_left() -> None:
-    made = roster(2, restarts=0)
-    for rank in (0, 1):
-        end(made, rank, joined=True)
-    assert list(made.start([])) == []
-    with pytest.raises(AllWorkersLostError, match="worker 1 ended"):
-        made.check_workers_are_left([])
-    Roster(0).check_workers_are_left([])  # where nobody should be
 
 
 def test_who_gives_no_sign_for_too_long_hangs_and_who_was_killed_is_waited_for_and_then_dead() -> None:

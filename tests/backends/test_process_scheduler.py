@@ -61,39 +61,6 @@ def begun(*runs: tuple[int, int] | None, now: float = 0.0, copies: bool = True) 
 # ---- the run planned for a worker, and runs that nobody evaluates
 
 
-def test_a_planned_run_goes_to_its_worker_and_that_of_a_busy_one_to_a_worker_that_has_none() -> None:
-    each = [Assign(0, 0, 2), Assign(1, 2, 3), Assign(2, 3, 6)]
-    assert sorted(planned((0, 2), (2, 3), (3, 6)).decide([2, 0, 1], unknown, 0.0)) == each
-    assert planned(None, (0, 2)).decide([0, 1], pace(1e-4, 1e-4), 0.0) == [Assign(1, 0, 2)]
-    scheduler = planned((0, 2), (2, 4), None)
-    assert scheduler.decide([0, 2], unknown, 0.0) == [Assign(0, 0, 2), Assign(2, 2, 4)]
-    assert scheduler.decide([1], pace(1e-4, 1e-4, 1e-4), 0.0) == []
-
-
-def test_what_a_dead_worker_left_is_taken_before_anything_is_stolen() -> None:
-    scheduler = begun((0, 4), (4, 20), None, None)
-    scheduler.reported(0, 1, 0.1)
-    assert scheduler.lost(0) is None
-    assert scheduler.decide([2, 3], pace(1.0, 1.0, 1.0, 1.0), 0.2) == [Assign(2, 2, 4), Assign(3, 1, 2)]
-
-
-def test_the_chunk_that_a_worker_died_at_is_tried_last() -> None:
-    scheduler = planned((0, 2), (2, 4), None)
-    scheduler.decide([0], unknown, 0.0)
-    scheduler.lost(0)
-    for first, last in [(1, 2), (2, 4), (0, 1)]:
-        assert scheduler.decide([2], unknown, 0.0) == [Assign(2, first, last)]
-        scheduler.reported(2, last, 0.0)
-        scheduler.ended(2)
-
-
-def test_an_evaluation_without_chunks_is_complete() -> None:
-    scheduler = WorkerScheduler([None, None], 0)
-    assert scheduler.missing == 0
-    assert scheduler.decide([0, 1], SECOND, 0.0) == []
-    assert scheduler.next_late(SECOND) == math.inf
-
-
 # ---- stealing
 
 
@@ -138,20 +105,6 @@ def test_how_much_is_stolen(
     assert begun((0, last), None).decide([1], pace(owner, thief), now) == expected
 
 
-def test_half_of_what_is_left_is_half_of_what_was_not_reported() -> None:
-    scheduler = begun((0, 8), None)
-    scheduler.reported(0, 4, 0.1)
-    assert scheduler.decide([1], SECOND, 0.1) == [Limit(0, 6), Assign(1, 6, 8)]
-
-
-def test_the_one_with_the_most_seconds_of_work_before_it_is_relieved_and_several_halve_on() -> None:
-    few_and_many = (0, 4), (4, 20)
-    assert begun(*few_and_many, None).decide([2], pace(1.0, 0.1, 0.1), 0.0) == [Limit(0, 2), Assign(2, 2, 4)]
-    assert begun(*few_and_many, None).decide([2], pace(0.1, 0.1, 0.1), 0.0) == [Limit(1, 12), Assign(2, 12, 20)]
-    commands = begun((0, 8), None, None).decide([1, 2], pace(1.0, 1.0, 0.5), 0.0)
-    assert commands == [Limit(0, 4), Assign(1, 4, 8), Limit(0, 2), Assign(2, 2, 4)]
-
-
 # ---- late chunks
 
 
@@ -165,17 +118,6 @@ def test_a_chunk_is_copied_once_it_is_late_and_no_sooner(each: float) -> None:
     assert scheduler.decide([1, 2], estimate, due) == [Assign(1, 0, 1)]
 
 
-def test_of_a_late_worker_all_that_it_has_not_begun_is_taken_and_then_its_chunk_is_copied() -> None:
-    scheduler = begun((0, 6), None, None)
-    scheduler.reported(0, 1, 0.0)
-    estimate = pace(1.0, 100.0, 100.0)
-    assert scheduler.decide([1], estimate, LATE) == [Limit(0, 2), Assign(1, 2, 6)]
-    scheduler.reported(1, 6, LATE)
-    assert scheduler.decide([2], estimate, LATE) == [Assign(2, 1, 2)]
-    both_at_once = begun((0, 3), None, None).decide([1, 2], pace(1e-5, 1e-5, 1e-5), 1.0)
-    assert both_at_once == [Limit(0, 1), Assign(1, 1, 3), Assign(2, 0, 1)]
-
-
 def test_without_copies_what_is_behind_a_late_chunk_is_taken_but_not_that_chunk() -> None:
     scheduler = begun((0, 2), None, copies=False)
     estimate = pace(1e-5, 1e-5)
@@ -187,50 +129,6 @@ def test_without_copies_what_is_behind_a_late_chunk_is_taken_but_not_that_chunk(
     assert scheduler.decide([1], estimate, 1000.0) == []
     scheduler.lost(0)
     assert scheduler.decide([1], estimate, 1000.0) == [Assign(1, 0, 1)]
-
-
-def test_a_chunk_is_copied_again_only_if_late_with_all_who_are_at_it() -> None:
-    scheduler = begun((0, 1), None, None)
-    estimate = pace(1.0, 2.0, 1.0)
-    assert scheduler.decide([1], estimate, 3.0) == [Assign(1, 0, 1)]
-    assert scheduler.next_late(estimate) == 3.0 + LATE * 2.0
-    assert scheduler.decide([2], estimate, 8.9) == []
-    assert scheduler.decide([2], estimate, 9.0) == [Assign(2, 0, 1)]
-
-
-def test_what_is_late_first_is_known_and_copied_first() -> None:
-    scheduler, estimate = begun((0, 1), (1, 2), None), pace(2.0, 1.0, 1.0)
-    assert scheduler.next_late(estimate) == LATE * 1.0
-    assert scheduler.decide([2], estimate, 50.0) == [Assign(2, 1, 2)]
-    assert scheduler.next_late(estimate) == LATE * 2.0
-
-
-def test_nothing_is_late_while_nobody_knows_how_long_it_takes() -> None:
-    scheduler = begun((0, 1), None)
-    assert scheduler.next_late(unknown) == math.inf
-    assert scheduler.decide([1], unknown, 1e6) == []
-
-
-def test_a_report_starts_the_clock_of_the_next_chunk_unless_it_has_nothing_new() -> None:
-    scheduler = begun((0, 2), None)
-    scheduler.reported(0, 0, 7.0)
-    assert scheduler.next_late(SECOND) == LATE
-    scheduler.reported(0, 1, 7.0)
-    assert scheduler.next_late(SECOND) == 7.0 + LATE
-
-
-def test_it_is_known_when_what_is_behind_a_chunk_that_was_done_elsewhere_can_be_taken() -> None:
-    scheduler = begun((0, 8), None)
-    estimate = pace(1e-3, 1e-3)
-    assert scheduler.decide([1], estimate, 0.0) == [Limit(0, 4), Assign(1, 4, 8)]
-    scheduler.reported(0, 5, 0.005)  # it had begun chunk 4; worker 1 hangs
-    scheduler.ended(0)
-    assert scheduler.decide([0], estimate, 0.005) == [Limit(1, 6), Assign(0, 6, 8)]
-    scheduler.reported(0, 8, 0.007)
-    scheduler.ended(0)
-    assert scheduler.decide([0], estimate, 0.007) == []
-    assert scheduler.missing == 1
-    assert scheduler.next_late(estimate) == PATIENCE
 
 
 # ---- poison
@@ -287,17 +185,6 @@ def test_a_report_of_what_was_not_given_is_an_error(worker: int, done: int) -> N
     with pytest.raises(ValueError, match=f"worker {worker} reports chunk {done - 1}, which it was not given"):
         scheduler.reported(worker, done, 0.0)
     assert scheduler.missing == 5
-
-
-def test_a_report_of_chunks_past_the_run_that_was_given_is_an_error() -> None:
-    scheduler = begun((0, 8), (8, 16), None)
-    assert scheduler.decide([2], pace(1.0, 1e-4, 1.0), 0.0) == [Limit(0, 4), Assign(2, 4, 8)]
-    with pytest.raises(ValueError, match="worker 0 reports chunk 8, which it was not given"):
-        scheduler.reported(0, 9, 0.0)
-    scheduler.reported(0, 8, 0.0)
-    with pytest.raises(ValueError, match="worker 2 reports chunk 15, which it was not given"):
-        scheduler.reported(2, 16, 0.0)
-    assert scheduler.missing == 8
 
 
 # ---- all together

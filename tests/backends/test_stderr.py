@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import io
 import os
-import signal
-import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -69,13 +66,6 @@ def test_what_was_written_is_passed_on_once(worker: Worker, capsys: pytest.Captu
     assert worker.passed_on() == "half a line"
 
 
-def test_what_is_passed_on_is_seen_at_once(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = io.BytesIO()
-    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(seen, "utf-8"))
-    worker.write(b"half a line")
-    assert seen.getvalue() == b"half a line"
-
-
 def test_the_tail_is_what_was_passed_on_last_and_no_longer_than_is_useful(worker: Worker) -> None:
     os.write(worker.stderr.writer, b"first\nsecond\n\n")
     assert worker.stderr.tail == ""
@@ -104,30 +94,6 @@ def test_much_is_passed_on_whole_and_the_file_does_not_grow_on(worker: Worker) -
     assert worker.stderr.tail.endswith("xymore")
 
 
-def test_many_small_pieces_do_not_pile_up(worker: Worker) -> None:
-    piece = b"z" * (MUCH // 8)
-    for _ in range(40):
-        worker.write(piece)
-        assert worker.size() <= MUCH + len(piece)
-    assert equal(worker.passed_on(), "z" * (40 * len(piece)))
-
-
-def test_what_is_written_while_memory_is_given_back_is_passed_on(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read = os.pread
-
-    def meanwhile(fd: int, length: int, at: int) -> bytes:
-        found = read(fd, length, at)
-        os.write(worker.stderr.writer, b"Traceback\n")
-        monkeypatch.undo()
-        return found
-
-    monkeypatch.setattr(os, "pread", meanwhile)
-    worker.write(b"x" * MUCH + b"y")
-    assert worker.passed_on()[-11:] == "yTraceback\n"
-
-
 @pytest.mark.parametrize(
     "pieces, text",
     [
@@ -139,12 +105,6 @@ def test_bytes_are_text(worker: Worker, pieces: list[bytes], text: str) -> None:
     worker.write(*pieces)
     assert worker.passed_on() == text
     assert worker.stderr.tail == text.rstrip()
-
-
-def test_a_tail_that_begins_within_a_character_is_readable(worker: Worker) -> None:
-    worker.write("\u20ac".encode() * TAIL)
-    assert set(worker.stderr.tail) == {"\u20ac", "\ufffd"}
-    assert worker.stderr.tail.count("\u20ac") == TAIL // 3
 
 
 class Sink:
@@ -181,64 +141,6 @@ def test_the_tail_is_kept_whatever_our_standard_error_is(
     assert worker.stderr.tail == "why it ended"
     assert stdout.getvalue() == ""  # it does not go there instead
     assert sink.text == ("why it ended\n" if stderr is sink else "")
-
-
-SAYS_AND_WAITS = """
-import os, sys
-os.write(2, b"written\\n")
-sys.stderr.write("printed\\n")
-sys.stdout.write("ready\\n")
-sys.stdout.flush()
-sys.stdin.read()
-"""
-
-
-def started(stderr: Stderr, code: str) -> subprocess.Popen[bytes]:
-    """A process with that standard error, which has gone as far as saying a line."""
-    arguments: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": stderr.writer}
-    process = subprocess.Popen([sys.executable, "-S", "-c", code], **arguments)
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"ready\n"
-    return process
-
-
-@pytest.mark.parametrize("lives", [True, False])
-def test_the_words_of_a_process_are_read_while_it_lives_and_after_it_was_killed(worker: Worker, lives: bool) -> None:
-    with started(worker.stderr, SAYS_AND_WAITS) as process:
-        if not lives:
-            process.kill()
-            assert process.wait(10) == -signal.SIGKILL
-        assert worker.passed_on() == "written\nprinted\n"
-        assert worker.stderr.tail == "written\nprinted"
-
-
-def test_a_process_that_writes_much_does_not_wait_for_a_reader(worker: Worker) -> None:
-    with started(worker.stderr, "import os; print('ready', os.write(2, b'x' * 3_000_000) and '', sep='', flush=True)"):
-        pass
-    assert equal(worker.passed_on(), "x" * 3_000_000)
-
-
-def test_whoever_else_has_the_file_is_not_overwritten(worker: Worker) -> None:
-    os.write(worker.stderr.writer, b"a" * MUCH)
-    other = os.open(f"/dev/fd/{worker.stderr.writer}", os.O_WRONLY | os.O_APPEND)  # as /dev/stderr in the worker
-    os.write(other, b"b")
-    worker.write(b"c")
-    assert worker.size() <= PAGE
-    assert equal(worker.passed_on(), "a" * MUCH + "bc")
-    os.write(other, b"d")
-    os.write(worker.stderr.writer, b"e")
-    os.close(other)
-    assert worker.passed_on() == "de"
-
-
-def test_its_descriptors_are_not_inherited_and_closed_when_it_is_forgotten() -> None:
-    stderr = Stderr()
-    assert not os.get_inheritable(stderr.fd) and not os.get_inheritable(stderr.writer)
-    stderr.close_writer()
-    fd = stderr.fd
-    del stderr
-    with pytest.raises(OSError):
-        os.fstat(fd)
 
 
 # ---- warnings

@@ -8,7 +8,6 @@ import pytest
 
 from batchopt import BatchOptimizer, Sample, Worker
 from batchopt.backends.process.events import Events
-from batchopt.backends.process.repeat import Repeat
 from tests.workloads import mlp
 
 CHUNKS = 48
@@ -56,25 +55,3 @@ def test_a_full_pipe_is_emptied(size: int) -> None:
         for _ in range(2):
             opt.evaluate()
             assert opt.hook_results == [bytes([2 * chunk % 256]) * size for chunk in range(CHUNKS)]
-
-
-def interrupted(waiting: Any, *_: Any) -> Any:
-    raise KeyboardInterrupt
-
-
-def test_workers_are_heard_after_an_interrupt() -> None:
-    case = mlp(samples=16)
-    with BatchOptimizer(
-        case.module, case.criterion, optimizer=None, parallelize=2, chunk_size=1, timeout=1000.0
-    ) as opt:
-        opt.load(case.inputs, case.targets)
-        expected = opt.evaluate().item()
-        for _ in range(3):
-            opt.load(case.inputs, case.targets)
-            with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-                patch.setattr(Events, "wait", interrupted)
-                patch.setattr(Repeat, "_wait", interrupted)
-                opt.evaluate()
-            assert opt.run_on_workers(lambda worker: worker.rank) == [0, 1]
-            opt.load(case.inputs, case.targets)
-            assert opt.evaluate().item() == expected

@@ -15,9 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from batchopt import BatchOptimizer, NonFiniteError, Term, WorkerError
+from batchopt import BatchOptimizer, NonFiniteError, Term
 from tests.card.test_card import data, residual, short, square
-from tests.workloads import Pairs
 
 pytestmark = pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
 
@@ -258,19 +257,6 @@ def test_hooks_that_are_registered_later_run(recorded: list[Any], device: torch.
     assert "has hooks" in says
 
 
-def test_a_posthook_sees_each_evaluation(recorded: list[Any], device: torch.device) -> None:
-    with built(device, True, posthook=lambda worker, sample: sample.loss) as opt:
-        opt.load(*there(device))
-        for _ in range(5):
-            loss = opt.evaluate().item()
-            assert opt.hook_results == [loss]
-        assert not recorded
-        opt.posthook = None
-        for _ in range(3):
-            opt.evaluate()
-        assert recorded
-
-
 def hidden(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     found: torch.Tensor = ((module(x) - y) ** 2).mean() * HIDDEN["factor"]
     return found
@@ -331,24 +317,6 @@ def test_minibatches_of_one_form_share_a_graph(recorded: list[Any], device: torc
     assert [recording.replays for recording in recorded] == [7]
 
 
-@pytest.mark.parametrize(
-    "form",
-    [
-        pytest.param(lambda x, y, there: (Pairs(x, y), None), id="dataset"),
-        pytest.param(lambda x, y, there: ([*x[:, None]], [*y[:, None]]), id="list"),
-        pytest.param(lambda x, y, there: (x.to(there), y.to(there)), id="tensors"),
-    ],
-)
-def test_forms_of_data(recorded: list[Any], device: torch.device, form: Any) -> None:
-    found = []
-    for graph in (False, True):
-        with built(device, graph, line, criterion=nn.MSELoss(), chunk_size=16) as opt:
-            opt.load(*form(*data(), device))
-            found.append([(opt.evaluate().item(), opt.grad_parameters.tolist()) for _ in range(4)])
-    assert found[0] == found[1]
-    assert any(recording.replays for recording in recorded)
-
-
 def test_terms_and_their_weights(recorded: list[Any], device: torch.device) -> None:
     found = []
     for graph in (False, True):
@@ -380,23 +348,6 @@ def test_losses_that_are_not_finite_are_found(recorded: list[Any], device: torch
         opt.load(x, y)
         assert opt.evaluate().item() > 0
         assert "recorded" in status(opt)
-
-
-def test_an_error_of_the_loss_is_the_users(recorded: list[Any], device: torch.device) -> None:
-    left = [1]
-
-    def loss(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        if not left[0]:
-            raise KeyError("the user's")
-        found: torch.Tensor = ((module(x) - y) ** 2).mean()
-        return found
-
-    with built(device, True, line, loss_fn=loss) as opt:
-        opt.load(*there(device))
-        opt.evaluate()
-        left[0] = 0
-        with pytest.raises(WorkerError, match="the user's"):
-            opt.evaluate()
 
 
 class Touchy(Net):

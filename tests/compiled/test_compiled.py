@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import nn
 
-import batchopt
 from batchopt import BatchoptError, BatchOptimizer, CompileError
 from batchopt._program import compiler
 from batchopt_workers.compiled.form import Request
@@ -154,29 +153,6 @@ def test_what_the_user_changes_is_seen(change: str, parallelize: int) -> None:
         opt.load(X, Y)
         assert_is_plain(opt, loss)
         assert is_compiled(opt)
-
-
-@pytest.mark.slow
-def test_in_this_process_a_change_is_seen_at_once() -> None:
-    """As eager evaluations of the user's own module see it: without another load."""
-    loss, module = Scaled(), net(nn.Dropout(0.0))
-    with make(module, loss_fn=loss) as opt:
-        opt.load(X, Y)
-        for _ in range(4):
-            opt.evaluate()
-        loss.factor = 3.0
-        assert_is_plain(opt, loss)
-        assert is_compiled(opt)
-
-
-@pytest.mark.slow
-def test_batches_of_other_sizes_need_no_other_library() -> None:
-    with make(net(), parallelize=2) as opt:
-        for samples in (20, 13, 7):
-            opt.load(X[:samples], Y[:samples])
-            assert_is_plain(opt, samples=samples)
-            assert is_compiled(opt)
-        assert len(opt.state_dict()["compiled"]) == 1
 
 
 @pytest.mark.slow
@@ -336,14 +312,6 @@ def test_nothing_is_left_of_the_compiler() -> None:
     assert children()
     opt.close()
     assert not children()
-
-
-@pytest.mark.slow
-def test_examinations_compare(capsys: pytest.CaptureFixture[str]) -> None:
-    with make(net(), verbose=1) as opt:
-        found = opt.check(X, Y)
-        assert found.healthy and "compiled evaluations are the eager ones" in str(found)
-    assert batchopt.CompileError.__doc__
 
 
 def test_autocast_is_eager() -> None:

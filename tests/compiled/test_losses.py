@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -13,66 +12,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from batchopt import BatchOptimizer
+from tests.test_losses import CASES, inputs, made, module_of
 
+WITH_STATE = ("CTCLoss", "LinearCrossEntropyLoss")  # of sequences; with parameters
 X = torch.linspace(-2.0, 2.0, 12 * 4, dtype=torch.float64).reshape(12, 4).sin()
-LOSSES = sorted(
-    name
-    for name, kind in vars(nn).items()
-    if inspect.isclass(kind) and name.endswith("Loss") and not name.startswith("_") and name != "NLLLoss2d"
-)
-
-
-def targets_of(name: str) -> Any:
-    """Targets for 12 outputs of 3."""
-    classes, signs = torch.arange(12) % 3, torch.ones(12, dtype=torch.float64)
-    signs[::2] = -1.0
-    plain = X[:, :3].cos()
-    found: dict[str, Any] = {
-        "CrossEntropyLoss": classes,
-        "NLLLoss": classes,
-        "MultiMarginLoss": classes,
-        "MultiLabelMarginLoss": torch.stack([classes, torch.full((12,), -1), torch.full((12,), -1)], 1),
-        "BCELoss": plain.square(),
-        "BCEWithLogitsLoss": plain.square(),
-        "MultiLabelSoftMarginLoss": (plain > 0.5).double(),
-        "SoftMarginLoss": signs[:, None].expand(12, 3).clone(),
-        "HingeEmbeddingLoss": signs[:, None].expand(12, 3).clone(),
-        "KLDivLoss": plain.softmax(1),
-        "PoissonNLLLoss": plain.square(),
-    }
-    return found.get(name, plain)
-
-
-class Ends(nn.Module):
-    """Probabilities for losses that take these."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer, self.name = nn.Linear(4, 3).double(), name
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.layer(x)
-        if self.name == "BCELoss":
-            return found.sigmoid()
-        return found.log_softmax(1) if self.name in ("NLLLoss", "KLDivLoss") else found
-
-
-def loss_of(name: str) -> Any:
-    """A loss function for those that do not compare outputs with targets."""
-    criterion: Any = getattr(nn, name)
-    if name in ("CTCLoss", "AdaptiveLogSoftmaxWithLoss", "LinearCrossEntropyLoss"):  # of sequences; with parameters
-        return None
-    if name == "GaussianNLLLoss":
-        return lambda module, x, y: criterion()(module(x), y, torch.ones_like(y))
-    if name in ("TripletMarginLoss", "TripletMarginWithDistanceLoss"):
-        return lambda module, x, y: criterion()(module(x), y, -y)
-    if name in ("MarginRankingLoss", "CosineEmbeddingLoss"):
-        sign = torch.tensor(1.0, dtype=torch.float64)
-        if name == "CosineEmbeddingLoss":
-            return lambda module, x, y: criterion()(module(x), y, sign.expand(x.shape[0]))
-        return lambda module, x, y: criterion()(module(x), y, sign.expand_as(y))
-    return lambda module, x, y: criterion()(module(x), y)
 
 
 def values(opt: BatchOptimizer) -> tuple[float, torch.Tensor]:
@@ -102,9 +45,12 @@ def assert_compiled_is_eager(module: nn.Module, loss: Any, x: torch.Tensor, y: A
 
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
-@pytest.mark.parametrize("name", [name for name in LOSSES if loss_of(name) is not None])
-def test_each_loss_of_torch(name: str) -> None:
-    assert_compiled_is_eager(Ends(name), loss_of(name), X, targets_of(name))
+@pytest.mark.parametrize("name, which", [case for case in CASES if case.values[0] not in WITH_STATE])
+def test_each_loss_of_torch(name: str, which: int) -> None:
+    torch.manual_seed(which)
+    case, module = made(name)[which]("mean"), module_of(name)
+    loss = case.loss_fn or (lambda m, x, y: case.criterion(m(x), y))
+    assert_compiled_is_eager(module, loss, inputs(), case.targets)
 
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {
@@ -162,51 +108,7 @@ def test_random_modules_with_random_changes(
         assert_compiled_is_eager(module, loss, x, y, **options)
 
 
-class Flow(nn.Module):
-    """A neural ODE, by ten steps of Runge and Kutta."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.field = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(10):
-            k1 = self.field(x)
-            k2 = self.field(x + 0.05 * k1)
-            k3 = self.field(x + 0.05 * k2)
-            x = x + 0.1 / 6 * (k1 + 2 * k2 + 2 * k3 + self.field(x + 0.1 * k3))
-        return x
-
-
-class Sequences(nn.Module):
-    """A recurrent network over the entries of a sample."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.head = nn.GRU(1, 5, batch_first=True), nn.Linear(5, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.head(self.cell(x[..., None])[0][:, -1])
-        return found
-
-
-class Attention(nn.Module):
-    """One layer of a transformer, of four tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.into, self.head = nn.Linear(1, 8), nn.Linear(8, 1)
-        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.head(self.layer(self.into(x[..., None]))).mean(1)
-        return found
-
-
 ZOO: dict[str, Callable[[], nn.Module]] = {
-    "a neural ODE": Flow,
-    "a recurrent network": Sequences,
-    "a transformer": Attention,
     "convolutions": lambda: nn.Sequential(
         nn.Unflatten(1, (1, 2, 2)),
         nn.Conv2d(1, 3, 2, padding=1),

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from batchopt_workers.compiled.compiler import traced
-from batchopt_workers.compiled.form import STATISTIC, TENSOR, PackedPiece, Request, form_of
+from batchopt_workers.compiled.form import STATISTIC, PackedPiece, Request, form_of
 from batchopt_workers.compiled.trace import Traced
 from batchopt_workers.data.batch import Piece
 from batchopt_workers.data.packing import pack
@@ -162,12 +162,6 @@ def test_what_a_trace_would_not_see_is_refused(case: str) -> None:
     assert reason in str(caught.value), caught.value
 
 
-def test_a_tensor_of_the_loss_is_an_input() -> None:
-    scale = torch.tensor(2.0)
-    found = trace_of(net(), lambda m, x, y: plain(m, x, y) * scale)
-    assert [kind for kind, _ in found.inputs].count(TENSOR) == 1
-
-
 def test_statistics_are_inputs_and_results() -> None:
     """Batch normalisation writes all three of its buffers, and torch's signature of it tells of one."""
     found = trace_of(net(nn.BatchNorm1d(8)), plain)
@@ -175,13 +169,6 @@ def test_statistics_are_inputs_and_results() -> None:
     assert [kind for kind, _ in found.inputs].count(STATISTIC) == 3
     module = net(nn.BatchNorm1d(8)).eval()
     assert not trace_of(module, plain).written
-
-
-def test_a_parameter_that_is_not_used_has_no_gradient() -> None:
-    module = net()
-    module.spare = nn.Parameter(torch.ones(3))
-    found = trace_of(module, lambda m, x, y: m[:3](x).square().sum())  # type: ignore[index]
-    assert len(found.used) == 4
 
 
 @pytest.mark.parametrize(

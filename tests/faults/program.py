@@ -47,8 +47,8 @@ def build(case: dict[str, Any], workload: Workload) -> batchopt.BatchOptimizer:
     )
 
 
-def wait_for_workers(opt: batchopt.BatchOptimizer) -> None:
-    """Until all of them can work, where they are processes."""
+def wait(opt: batchopt.BatchOptimizer) -> None:
+    """Until all workers can work."""
     if hasattr(opt._function.workers.backend, "_pool"):
         opt._function.workers.backend._pool.wait()
 
@@ -68,7 +68,7 @@ def run_tasks(case: dict[str, Any]) -> dict[str, Any]:
     }
     outcome: dict[str, Any] = {"results": []}
     opt.load(inputs, targets)
-    wait_for_workers(opt)  # a fault at the n-th time in a process is one in the n-th call if each has its share of all
+    wait(opt)  # else, on a busy machine, the first evaluation is over before the second worker has a chunk of it
     x = opt.parameters.clone()
     for name in case.get("calls", calls):
         counters = opt.eval_counter, opt.batch_counter
@@ -116,7 +116,7 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
                 outcome["losses"].append(opt.step(workload.inputs, workload.targets))
     assert opt.optimizer is not None
     if "between" in case:
-        wait_for_workers(opt)
+        wait(opt)
     outcome |= {
         "fingerprint": opt.fingerprint(),
         "X": opt.parameters.clone(),

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from batchopt import BatchOptimizer, CompileError
-from batchopt.backends.nodes.compiling import Libraries, NodesCompiler, merged
+from batchopt.backends.nodes.compiling import merged
 from batchopt_workers.compiled.form import Artifact, PieceForm, Reply
 from tests.nodes import local
 from tests.nodes.test_nodes import node_of
@@ -103,21 +103,3 @@ def test_nodes_agree_or_there_is_a_reason() -> None:
     assert "different libraries" in said(merged([reply("a"), reply("b")]))[0]
     whole = merged([reply("a", seconds=1.0), reply("a", seconds=3.0)])
     assert isinstance(whole, Reply) and whole.seconds == 3.0
-
-
-def test_a_compiler_of_nodes_waits_until_all_have_replied() -> None:
-    answers: list[list[Reply | str | None]] = [[None, reply("a")], [None, None], [reply("a"), reply("a")]]
-    compiler = NodesCompiler(lambda request: None, lambda: answers.pop(0))
-    compiler.request(None)  # type: ignore[arg-type]
-    assert compiler.is_busy and compiler.obstacle() is None
-    assert compiler.reply(waits=False) is None
-    assert said(compiler.reply(waits=True)) == ["a"]
-    assert not compiler.is_busy and not answers
-
-
-def test_libraries_that_cannot_be_made_are_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    libraries = Libraries()
-    assert libraries.of(()) == ()
-    with pytest.raises(RuntimeError, match=r"nothing was requested.*same compiler on all"):
-        libraries.of(("key",))
-    libraries.close()

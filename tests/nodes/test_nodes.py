@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,11 @@ import pytest
 import torch
 from torch import nn
 
-import batchopt
-from batchopt import BatchoptError, BatchOptimizer, Sample, Worker, WorkerError
-from batchopt.backends.nodes.group import Group, dist
-from batchopt.backends.nodes.members import Members
-from batchopt.errors import NodeLostError
+from batchopt import BatchOptimizer, Sample, Worker, WorkerError
+from batchopt.backends.nodes.group import Group
 from tests.nodes import local
 from tests.nodes.disturbance import Disturbance, steps
-from tests.workloads import Mlp, Workload, mlp
+from tests.workloads import Workload, mlp
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -70,39 +66,6 @@ def node_of(pid: int) -> psutil.Process:
         if "nodes.node import serve" in " ".join(parent.cmdline()):
             return parent
     raise LookupError
-
-
-@pytest.mark.slow
-def test_lists_of_samples_terms_and_products_of_the_hessian() -> None:
-    def run(backend: str, parallelize: int) -> list[Any]:
-        torch.manual_seed(0)
-        net = Mlp(2, 8, 1).double()
-        points = [torch.rand(2).double() for _ in range(24)]
-        values = torch.rand(10, 2).double(), torch.rand(10, 1).double()
-        terms = {
-            "inside": batchopt.Term(lambda m, x, _: m(x).square().sum()),
-            "edge": batchopt.Term(lambda m, x, y: nn.functional.mse_loss(m(x), y), weight=10.0),
-        }
-        found: list[Any] = []
-
-        def note(worker: Worker, sample: Sample) -> Any:
-            return sample.options
-
-        with BatchOptimizer(
-            net, terms=terms, optimizer=None, backend=backend, parallelize=parallelize, chunk_size=3, posthook=note
-        ) as opt:
-            opt.load({"inside": (points, None, list(range(24))), "edge": values})
-            found += [opt.evaluate().item(), opt.losses, opt.grad_parameters.clone(), opt.hook_results]
-            found.append(opt.hvp(torch.ones_like(opt.parameters)))
-            opt.weights = {"inside": 2.0, "edge": 0.5}
-            options = list(range(24))
-            for _ in range(4):  # from the third time on samples are not sent again
-                opt.load({"inside": (points, None, options), "edge": values})
-                found += [opt.evaluate().item(), opt.hook_results]
-        return found
-
-    for mine, theirs in zip(run("local nodes", 4), run("serial", 1), strict=True):
-        assert torch.equal(mine, theirs) if isinstance(mine, torch.Tensor) else mine == theirs
 
 
 @pytest.mark.slow
@@ -170,44 +133,6 @@ def test_more_and_fewer_workers(
             nodes = {node_of(worker.pid).pid for worker in opt.workers}
             assert workers > 1 or len(nodes) == 1  # a worker there, not this process
         assert alone.fingerprint() == opt.fingerprint()
-
-
-@pytest.mark.slow
-def test_a_node_that_becomes_slow_gets_less_the_next_time() -> None:
-    case = mlp(samples=64)
-
-    def slow(worker: Worker, sample: Sample) -> None:
-        time.sleep(0.01 * len(sample.indices) * (4 if worker.rank == 1 and worker.state.get("slow") else 1))
-
-    with optimizer(case, 2, prehook=slow, optimizer=None, chunk_size=None) as opt:
-        opt.load(case.inputs, case.targets)
-        opt.evaluate()
-        opt.run_on_workers(lambda worker: worker.state.update(slow=True))
-        for _ in range(6):
-            opt.evaluate()
-        before = opt.workers[1].samples
-        opt.evaluate()
-        assert opt.workers[1].samples - before <= 20
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("losses")
-def test_samples_that_are_sent_again_are_those_that_were_read(tmp_path: Path) -> None:
-    """The next batch is read into the same memory, while a machine is lost with its part of this one."""
-
-    def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        case, buffer = mlp(samples=96), torch.empty_like(mlp(samples=96).inputs)
-        for i in range(3):
-            yield buffer.copy_(case.inputs * (i + 1)), case.targets
-
-    def run(**options: Any) -> str:
-        with optimizer(mlp(samples=96), optimizer="lbfgs", **options) as opt:
-            assert len(list(opt.steps(batches()))) == 3
-            return opt.fingerprint()
-
-    with Disturbance(tmp_path, 20, lambda pid: node_of(pid).kill()) as disturbance:
-        assert run(parallelize=4, prehook=disturbance.hook) == run()
-    assert (tmp_path / "done").exists()
 
 
 @pytest.mark.slow
@@ -357,25 +282,6 @@ def test_the_sign_of_zero_reaches_the_nodes() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("interruptible", "losses")
-def test_an_interrupt_while_nodes_gather_leaves_them_to_be_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = mlp(samples=96)
-
-    def interrupted(members: Members, generation: int) -> None:
-        raise KeyboardInterrupt
-
-    with optimizer(case, 2) as opt:
-        opt.step(case.inputs, case.targets)
-        node_of(opt.workers[0].pid).kill()
-        with monkeypatch.context() as patch:
-            patch.setattr(Members, "_await", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                while True:  # until it is noticed that the node is gone
-                    opt.step(case.inputs, case.targets)
-        opt.step(case.inputs, case.targets)
-
-
-@pytest.mark.slow
 def test_a_short_timeout_leaves_time_for_signs_of_life() -> None:
     case = mlp(samples=96)
     with optimizer(case, 2, timeout=0.5, chunk_size=None) as opt:
@@ -383,19 +289,3 @@ def test_a_short_timeout_leaves_time_for_signs_of_life() -> None:
         threading.Event().wait(2.0)
         opt.step(case.inputs, case.targets)
         assert [worker.restarts for worker in opt.workers] == [0, 0]
-
-
-def test_whatever_is_begun_with_a_member_that_has_gone_says_so() -> None:
-    """Also where the library below raises at once, since it knows already."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    stores = [store, dist.TCPStore("127.0.0.1", store.port, is_master=False)]
-    with ThreadPoolExecutor(2) as threads:
-        made = [threads.submit(Group, stores[i], "group", i, 2, 10.0, "127.0.0.1") for i in range(2)]
-        one, other = (each.result() for each in made)
-    other.close()
-    with pytest.raises(NodeLostError, match="node 1"):
-        for _ in range(1000):
-            one.send(torch.zeros(3), 1)
-            one.wait()
-    with pytest.raises(BatchoptError, match="do not work together any more"):
-        one.receive(torch.zeros(3), 1)

@@ -51,18 +51,6 @@ def run(kept: Collation, collate: Callable[[], Any], use: Callable[[Any], object
     return made
 
 
-@pytest.mark.parametrize(("cache", "keeps", "times"), [(True, True, 1), (False, True, 4), (True, False, 4)])
-def test_what_is_read_is_kept_at_once_whatever_it_takes_or_never(
-    monkeypatch: pytest.MonkeyPatch, cache: bool, keeps: bool, times: int
-) -> None:
-    monkeypatch.setattr(collation, "LEAST", 0)
-    kept, read = Collation(keeps=keeps), Collating(graphs)
-    for _ in range(4):
-        assert kept.of(KEY, read, cache).x.tolist() == [0, 1, 2, 3]
-        kept.check()
-    assert read.count == times
-
-
 def set_attribute(made: Graphs) -> None:
     made.x = made.x * 2
     made.names.append("b")
@@ -202,19 +190,6 @@ def test_what_is_read_lies_as_the_rows_of_a_tensor_in_shared_memory(
         row = whole[0].numel() * whole.element_size()
         assert inputs.data_ptr() % 64 == start * row % 64
     assert targets.data_ptr() % 64 == start * 8 % 64
-
-
-def test_other_things_than_rows_begin_at_a_multiple_of_64_bytes_and_keep_their_order() -> None:
-    turned = torch.rand(3, 5).t()
-    inputs, _ = Items([0, 0], 2).read(1, 2, lambda items: {"edges": turned, "name": "a"})
-    assert torch.equal(inputs["edges"], turned) and inputs["edges"].stride() == turned.stride()
-    assert inputs["edges"].data_ptr() % 64 == 0 and inputs["name"] == "a"
-
-
-def test_leaves_require_grad_as_what_was_collated() -> None:
-    x = torch.rand(4, 3, requires_grad=True)
-    inputs, targets = Items(x, 4).read(1, 3, lambda items: torch.stack(items) * 2)
-    assert inputs.is_leaf and inputs.requires_grad and targets is None
 
 
 def test_an_item_of_whose_targets_one_is_ignored_is_named() -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-import batchopt_workers.tasks.jacobian as jacobian_module
 from batchopt_workers.map.squares import MeanSquare
 from batchopt_workers.tasks.jacobian import Jacobian
 from tests.backends.least_squares_contract import jacobian as rows
@@ -129,13 +128,6 @@ def test_rows_and_products(case: str, dtype: torch.dtype) -> None:
     assert all(parameter.grad is None for parameter in module.parameters())
 
 
-def test_memory_bounds_the_rows_that_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    module, jacobian = by_rows(difference)
-    size = sum(parameter.numel() for parameter in module.parameters())
-    monkeypatch.setattr(jacobian_module, "ROOM", 8 * size * 12)
-    assert [len(block.rows) for block in jacobian.blocks(X, Y, 23)] == [12, 12, 12, 12, 12, 12, 12, 8]
-
-
 def test_inputs_of_any_structure() -> None:
     class Fields(nn.Module):
         def __init__(self) -> None:
@@ -182,11 +174,6 @@ def test_what_is_no_residual(residual: Any, error: type[Exception], words: str) 
     _, jacobian = by_rows(residual)
     with pytest.raises(error, match=words):
         [*jacobian.blocks(X, Y, 23)]
-
-
-def test_a_residual_that_does_not_depend_on_the_parameters_has_rows_of_zeros() -> None:
-    _, jacobian = by_rows(lambda module, x, y: y)
-    assert not any(block.rows.any() for block in jacobian.blocks(X, Y, 23))
 
 
 def test_bad_samples_do_not_decide_the_way() -> None:

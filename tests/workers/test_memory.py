@@ -12,12 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from batchopt_workers.data import memory
 from batchopt_workers.data.mapping import free_memory
-from batchopt_workers.data.memory import ALIGNMENT, SharedBlock, aligned
+from batchopt_workers.data.memory import SharedBlock
 
 
 def descriptors() -> list[str]:
@@ -43,66 +41,6 @@ def limited(what: int, number: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(what, (soft, hard))
-
-
-@given(st.integers(0, 2**40))
-def test_aligned_is_the_next_multiple_of_the_alignment(nbytes: int) -> None:
-    assert aligned(nbytes) % ALIGNMENT == 0
-    assert nbytes <= aligned(nbytes) < nbytes + ALIGNMENT
-
-
-@given(st.integers(0, 100_000))
-@settings(deadline=None, max_examples=30)
-def test_a_new_block_holds_what_was_asked_for_and_is_zero(nbytes: int) -> None:
-    block = SharedBlock.create(nbytes)
-    assert block.nbytes >= max(nbytes, 1)
-    assert not block.tensor(torch.uint8, (block.nbytes,)).any()
-
-
-def test_two_mappings_of_one_descriptor_are_the_same_memory_from_an_offset_on() -> None:
-    block = SharedBlock.create(64)
-    other = SharedBlock(os.dup(block.fd))
-    assert other.nbytes == block.nbytes
-    block.tensor(torch.float32, (4,), offset=16).copy_(torch.arange(4.0))
-    assert other.tensor(torch.float32, (2, 2), offset=16).tolist() == [[0.0, 1.0], [2.0, 3.0]]
-    block.tensor(torch.int64, (2,), offset=16).fill_(-1)
-    assert other.tensor(torch.uint8, (64,)).tolist() == [0] * 16 + [255] * 16 + [0] * 32
-
-
-def test_an_empty_tensor_needs_no_room_and_one_past_the_end_is_refused() -> None:
-    block = SharedBlock.create(1)
-    for shape in ((0,), (3, 0, 2)):
-        tensor = block.tensor(torch.float64, shape, offset=block.nbytes)
-        assert tensor.shape == shape and tensor.dtype is torch.float64
-    with pytest.raises(ValueError, match="buffer length"):
-        block.tensor(torch.uint8, (block.nbytes + 1,))
-
-
-def test_a_tensor_keeps_the_memory_when_the_block_is_gone() -> None:
-    block = SharedBlock.create(64)
-    other = SharedBlock(os.dup(block.fd))
-    tensor = block.tensor(torch.float32, (3,))
-    block.release()
-    del block
-    tensor.fill_(7.0)
-    assert other.tensor(torch.float32, (3,)).tolist() == [7.0, 7.0, 7.0]
-
-
-@pytest.mark.usefixtures("all_closed")
-def test_a_descriptor_is_closed_on_release_or_when_nobody_holds_the_block_and_is_not_inherited() -> None:
-    block, other = SharedBlock.create(1), SharedBlock.create(1)
-    assert not os.get_inheritable(block.fd)
-    assert os.fstat(other.fd)
-    block.release()
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(block.fd)
-    block.release()
-
-
-@pytest.mark.usefixtures("all_closed")
-def test_a_size_that_no_machine_has_is_a_memory_error() -> None:
-    with pytest.raises(MemoryError, match="MB of shared memory"):
-        SharedBlock.create(2**63)
 
 
 @pytest.mark.usefixtures("all_closed")
@@ -221,8 +159,3 @@ def test_what_is_free(tmp_path: Path, meminfo: str | None, group: dict[str, str]
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).write_text(text)
     assert free_memory(tmp_path / "meminfo", tmp_path / "cgroup") == free
-
-
-def test_the_machine_at_hand_has_something_free() -> None:
-    found = free_memory()
-    assert found is None or found > 2**20

@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchopt_workers.process.failures import Failure
-from batchopt_workers.process.messages import Cut
 
 U64 = st.integers(0, 2**64 - 1)
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)  # what UTF-8 can say
@@ -44,20 +43,3 @@ CHANGES = st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 255)), min_siz
 def test_any_bytes_and_damaged_ones_are_a_failure_or_a_value_error(frame: bytes) -> None:
     with suppress(ValueError):
         assert isinstance(Failure.decode(frame), Failure)
-
-
-def test_a_long_text_keeps_its_end() -> None:
-    text = "".join(map(str, range(40_000)))
-    failure = Failure.decode(Failure("E", text, "", range(3, 5)).encode())
-    assert len(failure.message) == 100_000
-    assert text.endswith(failure.message)
-    assert failure.samples == range(3, 5)
-
-
-def test_what_utf8_cannot_say_is_replaced() -> None:
-    assert Failure.decode(Failure("E", "a\ud800b", "").encode()).message == "a\\ud800b"
-
-
-def test_a_cut_counts_its_chunks() -> None:
-    assert Cut((0, 3, 4, 9)).chunks == 3
-    assert Cut((0,)).chunks == 0

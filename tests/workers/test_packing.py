@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -119,19 +118,6 @@ def test_gaps_are_closed_and_overlaps_parted(tensor: torch.Tensor, stride: tuple
     assert torch.equal(found, tensor)
 
 
-@given(st.lists(tensors(), max_size=5))
-@settings(deadline=None, max_examples=50)
-def test_tensors_lie_aligned_and_apart(many: list[torch.Tensor]) -> None:
-    packed = pack(many)
-    end = 0
-    for placement, tensor in zip(packed.placements, many, strict=True):
-        assert placement.offset % ALIGNMENT == 0
-        assert placement.offset >= end
-        end = placement.offset + tensor.numel() * tensor.element_size()
-    assert packed.nbytes >= end
-    assert [raw(found) for found in through(packed)] == [raw(tensor) for tensor in many]
-
-
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_a_tensor_keeps_whether_it_requires_a_gradient_and_is_a_leaf(requires_grad: bool) -> None:
     leaf = torch.ones(2, requires_grad=requires_grad)
@@ -145,25 +131,6 @@ def test_a_tensor_keeps_whether_it_requires_a_gradient_and_is_a_leaf(requires_gr
         assert torch.equal(found, tensor)
 
 
-def test_a_tensor_met_twice_is_one_object_and_equal_ones_are_two() -> None:
-    tied = torch.ones(2)
-    packed = pack({"a": tied, "b": [tied, torch.ones(2)], "large": nn.Parameter(torch.zeros(100_000))})
-    found = through(packed)
-    assert len(packed.tensors) == 3 and len(packed.data) < 1000
-    assert found["a"] is found["b"][0]
-    assert found["a"] is not found["b"][1]
-
-
-def test_parameters_named_by_index_become_the_objects_given() -> None:
-    ours = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.ones(3))]
-    theirs = [nn.Parameter(torch.full((2,), 5.0)), nn.Parameter(torch.full((3,), 6.0))]
-    packed = pack({"b": ours[1], "a": ours[0], "again": ours[1]}, ours)
-    found = through(packed, theirs)
-    assert packed.tensors == ()
-    assert found["a"] is theirs[0] and found["b"] is found["again"] is theirs[1]
-    assert theirs[0].tolist() == [5.0, 5.0]
-
-
 def test_a_module_is_built_around_the_parameters_given_and_tied_weights_stay_tied() -> None:
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
     module[2].weight = module[0].weight
@@ -175,30 +142,6 @@ def test_a_module_is_built_around_the_parameters_given_and_tied_weights_stay_tie
     assert found[2].weight is found[0].weight
     assert len(packed.tensors) == len(list(module.buffers()))
     assert torch.equal(found(torch.eye(3)), module(torch.eye(3)))
-
-
-def test_attributes_of_tensors_arrive() -> None:
-    tensor, parameter, given = torch.ones(1), nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
-    vars(tensor)["label"] = ["t", tensor]
-    vars(parameter)["label"] = "p"
-    found, _ = through(pack((tensor, parameter), [parameter]), [given])
-    assert found.label[0] == "t"
-    assert found.label[1] is found
-    assert vars(given) == {"label": "p"}
-
-
-def test_all_who_unpack_see_what_is_written_to_the_block_and_not_what_is_written_to_the_original() -> None:
-    tensor = torch.zeros(2)
-    packed = pack((tensor, nn.Parameter(torch.zeros(3))))
-    block = SharedBlock.create(packed.nbytes)
-    views = packed.place(block)
-    found = [unpack(packed.data, packed.placements, block) for _ in range(2)]
-    tensor.fill_(1.0)
-    for number in (0.0, 4.0):
-        for plain, parameter in found:
-            assert plain.tolist() == [number] * 2 and parameter.tolist() == [number] * 3
-        for view in views:
-            view.fill_(4.0)
 
 
 @given(
@@ -233,13 +176,6 @@ def assert_same(found: Any, expected: Any) -> None:
         assert found == expected
 
 
-def test_lambdas_and_the_tensors_that_they_close_over_travel_by_value() -> None:
-    scale = torch.tensor([2.0, 3.0])
-    packed = pack(lambda x: x * scale)
-    assert len(packed.tensors) == 1
-    assert through(packed)(torch.ones(2)).tolist() == [2.0, 3.0]
-
-
 @pytest.mark.parametrize(
     "tensor",
     [
@@ -261,23 +197,12 @@ def test_unusual_tensors_are_pickled_as_ever(tensor: torch.Tensor) -> None:
     assert tensor.is_meta or torch.equal(found.to_dense(), tensor.to_dense())
 
 
-def test_what_cannot_be_pickled_raises_what_pickling_raises() -> None:
-    with pytest.raises(TypeError, match="generator"):
-        pack([torch.ones(1), (i for i in range(1))])
-
-
 @pytest.mark.parametrize("send", [pack, dumps])
 def test_a_tensor_on_an_accelerator_is_not_sent(send: Callable[[Any], object]) -> None:
     with FakeTensorMode():
         there = torch.ones(2, device="cuda")
     with pytest.raises(TypeError, match=r"a tensor is on cuda:0, and workers run on cpu: call \.cpu\(\) on it"):
         send({"a": there})
-
-
-def test_a_message_is_read_without_a_block() -> None:
-    weight = torch.ones(2)
-    function, (found,) = pickle.loads(dumps((lambda x: x * weight, [torch.eye(2)])))
-    assert function(found).tolist() == [[1.0, 0.0], [0.0, 1.0]]
 
 
 def test_a_property_in_the_place_of_a_base_slot_is_no_slot() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from contextlib import suppress
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +14,7 @@ from batchopt_workers.data.memory import SharedBlock
 from batchopt_workers.map.sums import PartialSum, Report, Rows, rows_nbytes
 from batchopt_workers.map.tree import Node
 from batchopt_workers.process.messages import Kind, Order, Start
-from batchopt_workers.process.page import COUNT, DONE, LAST, PAGE, SLOT, SLOTS, Board
+from batchopt_workers.process.page import DONE, PAGE, Board
 
 I63 = st.integers(0, 2**62)
 FLOATS = st.floats(allow_nan=False)
@@ -117,26 +116,6 @@ def test_a_reader_that_is_overtaken_reads_again() -> None:
         writer.join()
 
 
-def test_a_limit_only_shortens_and_says_whether_to_go_on() -> None:
-    board, memory = Board.create(1), rows()
-    page = board.page(0)
-    page.write(1, Order(1, 0, 0, 5), Start())
-    assert page.report(report(4), 0, False, memory)
-    page.limit(7)
-    assert page.ints[LAST] == 5
-    page.limit(4)
-    assert not page.report(report(4), 0, False, memory)
-
-
-def test_the_last_one_wakes_the_parent_or_each_one() -> None:
-    board = Board.create(2)
-    for each in (False, True):
-        board.wake_by_each(each)
-        for worker in range(2):
-            board.page(worker).write(1 + each, Order(1, 0, 0, 1), Start())
-        assert [board.page(worker).finish(1 + each, None) for worker in range(2)] == [each, True]
-
-
 @given(st.lists(st.tuples(st.integers(0, PAGE - 1), st.integers(-(2**63), 2**63 - 1)), min_size=1, max_size=6))
 @settings(deadline=None, max_examples=200)
 def test_a_damaged_page_is_a_report_or_a_value_error(changes: list[tuple[int, int]]) -> None:
@@ -148,19 +127,3 @@ def test_a_damaged_page_is_a_report_or_a_value_error(changes: list[tuple[int, in
     with suppress(ValueError):
         found, _ = page.read(memory)
         assert all(0 <= partial.row < ROWS for _, partial in found.partials)
-
-
-@pytest.mark.parametrize("count", [-1, 10**6])
-def test_a_count_that_cannot_be_right_is_a_value_error(count: int) -> None:
-    page = Board.create(1).page(0)
-    page.report(report(1), 0, False, rows())
-    page.ints[SLOTS + SLOT + COUNT] = count
-    with pytest.raises(ValueError, match="partials"):
-        page.read(rows())
-
-
-def test_an_order_waits_for_the_calls_before_it() -> None:
-    page = Board.create(1).page(0)
-    page.write(1, Order(1, 0, 0, 1), Start(), after=5)
-    assert page.order(4) is None
-    assert page.order(5) == (1, Order(1, 0, 0, 1), Start())

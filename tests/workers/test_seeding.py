@@ -50,10 +50,6 @@ def test_another_seed_step_or_chunk_draws_other_numbers_everywhere_and_the_same_
         assert one != another
 
 
-def test_exchanging_step_and_chunk_draws_other_numbers() -> None:
-    assert draw_after((0, 1, 2)) != draw_after((0, 2, 1))
-
-
 @pytest.mark.parametrize("normal_draws", [0, 1, 2, 3])
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_random_states_are_left_as_found_with_half_a_pair_of_normal_draws(
@@ -75,28 +71,6 @@ def test_the_random_states_are_left_as_found_with_half_a_pair_of_normal_draws(
                     raise ZeroDivisionError
 
     assert drawn(disturb) == drawn(lambda: None)
-
-
-def test_what_is_drawn_does_not_depend_on_half_a_pair_of_before(kept: None) -> None:
-    found = []
-    for draws in (0, 1):
-        np.random.standard_normal(draws)
-        with draws_kept():
-            seed_draws(1, 2, 3)
-            found.append(np.random.standard_normal(3).tolist())
-    assert found[0] == found[1]
-
-
-def test_one_inside_the_other_leave_each_other_alone(kept: None) -> None:
-    def whole(inner: bool) -> Draws:
-        with draws_kept():
-            seed_draws(1, 2, 3)
-            draw()
-            if inner:
-                draw_after((4, 5, 6))
-            return draw()
-
-    assert whole(True) == whole(False)
 
 
 def test_a_generator_of_another_kind_is_left_as_found(kept: None) -> None:

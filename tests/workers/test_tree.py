@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import random
-import re
 
 import pytest
 from hypothesis import given, settings
@@ -64,19 +63,6 @@ def test_the_expression_is_the_same_whoever_evaluates_what_in_any_order(
         whole.add(node, partial)
     assert whole.root == reference(top(count), count)
     assert whole.partials == [(top(count), whole.root)]
-
-
-@given(owned_chunks())
-@settings(deadline=None)
-def test_partials_are_in_chunk_order_and_hold_each_added_chunk_once(owners: list[list[int]]) -> None:
-    count = sum(map(len, owners))
-    fold = Fold(count, join)
-    for chunk in owners[0]:
-        fold.add(Node(0, chunk), str(chunk))
-    assert [partial for _, partial in fold.partials] == [reference(node, count) for node, _ in fold.partials]
-    leaves = [leaf for _, partial in fold.partials for leaf in re.findall(r"\d+", partial)]
-    assert leaves == [str(chunk) for chunk in sorted(owners[0])]
-    assert len(fold) == len(fold.partials)
 
 
 @given(st.integers(1, 300), st.data())
@@ -148,42 +134,6 @@ def test_maximal_nodes_are_disjoint_and_merge_into_the_whole_with_each_chunk_onc
     assert whole.root == reference(top(count), count)
 
 
-@st.composite
-def some_nodes(draw: st.DrawFn) -> tuple[int, list[Node]]:
-    """Any nodes of a tree, whether anybody would hold them or not."""
-    count = draw(st.integers(1, 40))
-    tree = [Node(level, p) for level in range(top(count).level + 1) for p in range((count - 1 >> level) + 1)]
-    return count, draw(st.lists(st.sampled_from(tree)))
-
-
-@given(some_nodes())
-@settings(deadline=None)
-def test_a_node_is_maximal_unless_another_contains_it(drawn: tuple[int, list[Node]]) -> None:
-    count, nodes = drawn
-
-    def contains(outer: Node, inner: Node) -> bool:
-        return outer.level > inner.level and inner.position >> (outer.level - inner.level) == outer.position
-
-    expected = {node for node in nodes if not any(contains(other, node) for other in nodes)}
-    assert maximal(nodes, count) == expected
-
-
-def test_a_partial_that_is_none_is_merged_like_any_other() -> None:
-    merged: list[tuple[None, None]] = []
-    fold: Fold[None] = Fold(5, lambda left, right: merged.append((left, right)))
-    for chunk in (4, 1, 0, 3, 2):
-        fold.add(Node(0, chunk), None)
-    assert len(merged) == 4
-    assert fold.partials == [(Node(3, 0), None)]
-    assert fold.root is None
-
-
-def test_a_node_whose_sibling_is_past_the_end_is_its_own_parent() -> None:
-    fold = Fold(5, join)
-    fold.add(Node(0, 4), "4")
-    assert fold.partials == [(Node(2, 1), "4")]
-
-
 @pytest.mark.parametrize("missing", range(5))
 def test_there_is_no_root_while_a_chunk_is_missing(missing: int) -> None:
     fold = Fold(5, join)
@@ -191,13 +141,3 @@ def test_there_is_no_root_while_a_chunk_is_missing(missing: int) -> None:
         fold.add(Node(0, chunk), str(chunk))
     with pytest.raises(LookupError, match="missing"):
         _ = fold.root
-
-
-@given(st.integers(0, 20), st.integers(0, 10**6))
-def test_siblings_share_a_parent_that_begins_with_the_left_one(level: int, position: int) -> None:
-    node = Node(level, position)
-    assert sibling(node) != node
-    assert sibling(sibling(node)) == node
-    assert sibling(node).parent == node.parent
-    assert node.parent.first_chunk == min(node.first_chunk, sibling(node).first_chunk)
-    assert abs(node.first_chunk - sibling(node).first_chunk) == 2**level
