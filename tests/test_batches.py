@@ -199,56 +199,6 @@ def test_the_batch_has_the_rows_of_a_criterion_that_weighs_each_sample() -> None
 
 
 X = torch.rand(3)
-SPARSE, SCALAR = torch.eye(3).to_sparse(), torch.tensor(1.0)
-REFUSED: list[tuple[tuple[Any, ...], type[Exception], str]] = [
-    ((X, torch.rand(2)), ValueError, r"^`inputs` has 3 samples but `targets` has 2$"),
-    ((X, []), ValueError, r"`inputs` has 3 samples but `targets` has 0"),
-    ((X, None, ["a"]), ValueError, r"`inputs` has 3 samples but `options` has 1"),
-    ((X, torch.rand(2), ["a"]), ValueError, r"has 3 samples but `targets` has 2 but `options` has 1"),
-    ((X, torch.rand(3), ["a"] * 2), ValueError, r"`targets` has 3 but `options` has 2"),
-    ((TWO_OF_FOUR, X), ValueError, r"`inputs` has 2 or 4 samples but `targets` has 3"),
-    (((X, torch.rand(2)),), ValueError, r"`inputs\[0\]` has 3 samples but `inputs\[1\]` has 2"),
-    (({"a": [X], "b": X[:2]},), ValueError, r"`inputs\['a'\]\[0\]` has 3 .*`inputs\['b'\]` has 2"),
-    ((Record(X, torch.rand(2)),), ValueError, r"^`inputs\.points` has 3 samples but `inputs\.values` has 2$"),
-    (([torch.rand(3)] * 3, torch.rand(3)), ValueError, "each of length 3: pass a tuple"),
-    ((X, None, torch.tensor(1)), TypeError, "`options` must be a sequence"),
-    ((TWO_OF_FOUR,), ValueError, r"list of 2 tensors, each of length 4: pass a tuple if"),
-    ((TWO_OF_FOUR, TWO_OF_FOUR), ValueError, r"list of 2 tensors, each of length 4"),
-    ((torch.rand(0, 3),), ValueError, r"the batch has 0 samples"),
-    (([],), ValueError, r"the batch has 0 samples"),
-    ((SCALAR,), TypeError, r"`inputs` is a 0-dim tensor: there is no dimension of samples"),
-    (((X, SCALAR),), TypeError, r"`inputs\[1\]` is a 0-dim tensor: there is no dimension"),
-    ((X, SCALAR), TypeError, r"`targets` is a 0-dim tensor"),
-    ((SPARSE,), ValueError, r"`inputs` is sparse \(torch\.sparse_coo\): call \.to_dense\(\) on it"),
-    (({"a": X, "b": SPARSE},), ValueError, r"`inputs\['b'\]` is sparse"),
-    ((lambda: 1.0,), TypeError, r"`inputs` must be .*got function: a trainer or .* `opt.loss\(\)`"),
-    (("abc",), TypeError, r"`inputs` must be a tensor .*, a tuple or dict of tensors, or a list.*got str"),
-    ((np.zeros(3, dtype=object),), TypeError, r"`inputs` must be a tensor \(torch\.as_tensor makes"),
-    ((X, "abc"), TypeError, r"`targets` must be .*got str"),
-    ((X, None, "abc"), TypeError, r"`options` must be a sequence with one entry a sample.*got str"),
-    ((X, None, b"abc"), TypeError, r"`options` must be .*got bytes"),
-    ((X, None, {0: "a"}), TypeError, r"`options` must be .*got dict"),
-    ((None,), TypeError, r"`inputs` must be .*got NoneType"),
-    ((3,), TypeError, r"`inputs` must be .*got int"),
-    ((iter([X]),), TypeError, r"`inputs` must be .*got list_iterator"),
-    (((1, 2, 3),), TypeError, r"`inputs` must be .*got tuple"),
-    (({},), TypeError, r"`inputs` must be .*got dict"),
-]
-
-
-@pytest.mark.parametrize("given, error, message", REFUSED)
-def test_what_is_no_batch_is_refused(given: tuple[Any, ...], error: type[Exception], message: str) -> None:
-    with BatchOptimizer(torch.nn.Linear(3, 1), torch.nn.MSELoss(), optimizer=None) as opt:
-        with pytest.raises(error, match=message):
-            opt.load(*given)
-
-
-@pytest.mark.parametrize("wrap", [lambda t: t, lambda t: (X, t), lambda t: [{"a": t}]], ids=["alone", "tuple", "list"])
-def test_a_result_of_autograd_is_no_data(wrap: Callable[[torch.Tensor], Any]) -> None:
-    result = torch.rand(3, requires_grad=True) * 2
-    with pytest.raises(ValueError, match=r"requires grad and is not a leaf: call \.detach\(\) on it"):
-        read(wrap(result))
-    assert read(wrap(result.detach())).size in (1, 3)
 
 
 def on_an_accelerator() -> torch.Tensor:

@@ -430,21 +430,6 @@ def test_a_statistic_of_complex_numbers_is_of_both_parts() -> None:
 # ---- what is refused
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf")
-@pytest.mark.parametrize(
-    ("dtypes", "message"),
-    [
-        ("float64 complex64", r"\('1' is complex\): beside complex64 there may be float32.*module\.double\(\)"),
-        ("complex64 complex128", r"\('0' is complex\).* p\.data = p\.data\.to\(dtype\)"),
-        ("float16 complex32", r"'1' is torch\.complex32; trainable ones must be .* complex128 or complex64"),
-    ],
-)
-def test_other_mixtures_are_refused(dtypes: str, message: str) -> None:
-    module: Any = nn.ParameterList([torch.zeros(1, dtype=getattr(torch, dtype)) for dtype in dtypes.split()])
-    with pytest.raises(ValueError, match=message):
-        opened(module, {"loss_fn": lambda m, x, y: m[0].abs().sum()})
-
-
 def test_residuals_and_losses_have_to_be_real() -> None:
     with loaded(Waves(False), {"residual": lambda m, x, y: (x + 0j) @ m.first}) as opt:
         with pytest.raises(WorkerError, match=r"got torch\.complex128: return torch\.view_as_real of it"):

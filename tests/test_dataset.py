@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from batchopt import Batches, BatchOptimizer, NonFiniteError, Term, WorkerError
 from batchopt._mapreduce.speeds import Speeds
@@ -301,20 +300,6 @@ def test_batches_that_are_read_ahead_have_their_denominators_too(parallelize: in
     assert run(Pairs(x, y)) == run((x, y))
 
 
-def test_denominators_that_are_none_are_one_error() -> None:
-    case = mlp()
-    for function, kind, message in (
-        (lambda x, y: y, ValueError, "`denominators` must return one number a sample"),
-        (lambda x, y: torch.full((len(x),), -1.0), ValueError, "finite numbers >= 0"),
-        (lambda x, y: torch.ones(2), WorkerError, r"the function returned `result` of shape \(2,\)"),
-        (lambda x, y: "no", WorkerError, "TypeError|RuntimeError"),
-    ):
-        with BatchOptimizer(case.module, case.criterion, denominators=function, chunk_size=5) as opt:
-            with pytest.raises(kind, match=message):
-                opt.load(Pairs(case.inputs, case.targets))
-            assert opt.batch_counter == 0
-
-
 @EACH
 def test_a_target_that_is_ignored_is_named(parallelize: int) -> None:
     torch.manual_seed(0)
@@ -365,80 +350,6 @@ def test_all_that_stands_on_a_batch_takes_a_dataset(parallelize: int) -> None:
 
 
 # What cannot be
-
-
-class WithoutLength(Dataset[Any]):
-    """Says nothing about how many there are."""
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.ones(6)
-
-
-class Stream(IterableDataset[Any]):
-    """Has a length, and no index."""
-
-    def __len__(self) -> int:
-        return 3
-
-    def __iter__(self) -> Any:
-        return iter(torch.ones(3, 6))
-
-
-class Locked(Pairs):
-    """Cannot be pickled."""
-
-    def __init__(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
-        super().__init__(inputs, targets)
-        self.lock = threading.Lock()
-
-
-X, Y = torch.ones(4, 6), torch.ones(4, 4)
-
-
-@pytest.mark.parametrize(
-    ("given", "error", "message"),
-    [
-        ((WithoutLength(),), TypeError, "^a dataset must be map-style, .*; WithoutLength has no `__len__`: use a Data"),
-        ((Stream(),), TypeError, "; Stream is an IterableDataset, whose samples have no index: use a DataLoader"),
-        ((Listed(),), ValueError, "^the batch has 0 samples"),
-        ((Pairs(X, Y), Y), ValueError, "`targets` of a Dataset come with its items"),
-        ((X, Pairs(X, Y)), TypeError, "got Pairs: a dataset takes the place of inputs and targets"),
-        ((Pairs(X, Y), None, [1, 2]), ValueError, "`inputs` has 4 samples but `options` has 2"),
-        ((DataLoader(Pairs(X, Y)),), TypeError, r"got DataLoader: .*opt\.steps\(loader\).* loader\.dataset, which the"),
-        ((Batches(X, 2),), TypeError, r"got Batches: `for loss in opt\.steps\(batches\)` steps on each"),
-        ((Locked(X, Y),), TypeError, r"^the batch cannot be sent to worker processes: it captures .*\.lock"),
-    ],
-)
-def test_what_is_no_batch_is_named(given: tuple[Any, ...], error: type[Exception], message: str) -> None:
-    with BatchOptimizer(Mlp(), nn.MSELoss(), parallelize=2) as opt:
-        with pytest.raises(error, match=message):
-            opt.load(*given)
-        opt.step(X, Y)
-
-
-def test_a_term_names_the_dataset_that_is_none() -> None:
-    with BatchOptimizer(Mlp(), terms={"a": Term(lambda module, x, y: module(x).mean())}, optimizer=None) as opt:
-        with pytest.raises(TypeError, match=r"^term 'a': a dataset must be map-style"):
-            opt.load({"a": WithoutLength()})
-
-
-@EACH
-@pytest.mark.parametrize(
-    ("items", "message"),
-    [
-        (
-            [(X[0], Y[0], 1)] * 4,
-            "ValueError in worker 0, sample.*items of a dataset must be .input, target. or an input",
-        ),
-        ([(X[0], Y[0]), (X[0, :5], Y[0])] * 2, "RuntimeError in worker 0, sample.*equal size"),
-        ([(X[0], object())] * 4, "TypeError in worker 0, sample.*default_collate: batch must contain"),
-    ],
-)
-def test_items_that_cannot_be_collated_are_one_error(parallelize: int, items: list[Any], message: str) -> None:
-    speeds = [1.0, 0.0][:parallelize]
-    with loaded(Mlp(), nn.MSELoss(), Listed(*items), parallelize=parallelize, speeds=speeds) as opt:
-        with pytest.raises(WorkerError, match=message):
-            opt.evaluate()
 
 
 def test_a_worker_that_reads_for_long_is_waited_for() -> None:

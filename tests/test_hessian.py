@@ -299,21 +299,6 @@ def test_a_product_that_is_not_finite_names_its_sample(parallelize: int) -> None
 
 
 @pytest.mark.parametrize(
-    "v, error, message",
-    [
-        ([1.0] * 103, TypeError, "got list"),
-        (torch.ones(103, dtype=torch.int64), TypeError, "a tensor of torch.int64"),
-        (torch.ones(103, dtype=torch.complex64), TypeError, "a tensor of torch.complex64"),
-        (torch.ones(102), ValueError, r"shape \(103,\).* got \(102,\)"),
-        (torch.ones(1, 103), ValueError, r"got \(1, 103\)"),
-    ],
-)
-def test_vectors_that_cannot_be(v: Any, error: type[Exception], message: str) -> None:
-    with on(mlp(torch.float32)) as opt, pytest.raises(error, match=message):
-        opt.hvp(v)
-
-
-@pytest.mark.parametrize(
     "v",
     [
         torch.tensor([1.0] * 50 + [math.nan] * 53),

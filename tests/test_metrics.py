@@ -218,43 +218,6 @@ def test_options_of_a_function_of_sklearn(data: tuple[torch.Tensor, torch.Tensor
 # What is none
 
 
-class Half:
-    """An update without an end."""
-
-    def update(self, preds: torch.Tensor, target: torch.Tensor) -> None: ...
-
-
-REFUSED: dict[str, tuple[Any, str]] = {
-    "text": ("accuracy", r"`metrics` is not a metric: got 'accuracy' of type str; a metric is a function"),
-    "nothing": (None, r"`metrics` is not a metric: got None of type NoneType"),
-    "within a dict": ({"fine": accuracy, "bad": 3}, r"`metrics\['bad'\]` is not a metric: got 3 of type int"),
-    "a list": ([accuracy], r"`metrics` is a list: give a dict, with a name for each"),
-    "a class": ({"c": Counted}, r"`metrics\['c'\]` is a class, not a metric: make an object of it, Counted\(\.\.\.\)"),
-    "no compute": (Half(), r"`metrics` is not a metric: got <.*Half.* of type Half"),
-    "no name": ({"": accuracy}, r"names of `metrics` must be strings that are not empty; got ''"),
-    "a number as name": ({1: accuracy}, r"names of `metrics` must be strings that are not empty; got 1"),
-    "a scorer": (
-        sklearn.metrics.make_scorer(sklearn.metrics.f1_score, average="macro"),
-        r"`metrics` is a scorer of scikit-learn, make_scorer\(f1_score.*give the function that it is made of",
-    ),
-    "no comparison": (
-        {"s": sklearn.metrics.silhouette_score},
-        r"`metrics\['s'\]` is sklearn's silhouette_score, which does not begin with y_true",
-    ),
-}
-
-
-@pytest.mark.parametrize(("metrics", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_is_no_metric_is_named(metrics: Any, message: str) -> None:
-    with pytest.raises(TypeError, match=message):
-        read_metrics(metrics)
-
-
-def test_there_must_be_one() -> None:
-    with pytest.raises(ValueError, match="`metrics` is empty"):
-        read_metrics({})
-
-
 def test_what_a_metric_raises_is_raised(data: tuple[torch.Tensor, torch.Tensor]) -> None:
     with pytest.raises(ZeroDivisionError):
         measured(lambda outputs, targets: 1 / 0, *data)

@@ -146,28 +146,6 @@ def test_a_batch_is_needed() -> None:
         objective(x)
 
 
-@pytest.mark.parametrize(
-    "x, error, message",
-    [
-        (np.zeros(102), ValueError, r"`x` must have shape \(103,\), as `x0`; got \(102,\)"),
-        (np.zeros((1, 103)), ValueError, r"got \(1, 103\)"),
-        (1.0, ValueError, r"got \(\)"),
-        (np.zeros(103, dtype=complex), TypeError, "real numbers.* complex128"),
-        (["a"] * 103, TypeError, "real numbers"),
-        (np.full(103, 1e300), ValueError, "not a finite number of torch.float32"),
-    ],
-)
-def test_points_that_cannot_be(x: Any, error: type[Exception], message: str) -> None:
-    with on(mlp(torch.float32)) as opt:
-        objective = opt.objective()
-        for call in (objective, objective.gradient, objective.assign, lambda x: objective.hvp(x, objective.x0)):
-            with pytest.raises(error, match=message):
-                call(x)
-        if "finite" not in message:  # else the product is NaN
-            with pytest.raises(error, match=message.replace("`x`", "`v`")):
-                objective.hvp(objective.x0, x)
-
-
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_a_point_that_is_not_finite_is_answered_and_never_assigned(bad: float) -> None:
     with on(mlp(torch.float32)) as opt:
@@ -374,13 +352,6 @@ def test_scipy_takes_it_with_bounds_and_robust_losses(products: bool) -> None:
         assert np.abs(found.x).max() <= 4
         rest = torch.arange(60) != 7
         assert (opt.predict(x) - y)[rest].abs().max() < 0.3
-
-
-def test_where_f_is_no_sum_of_squares() -> None:
-    with loaded(Mlp(), nn.L1Loss(), torch.randn(4, 6), torch.randn(4, 4)) as opt:
-        f = opt.objective()
-        with pytest.raises(ValueError, match="f is not known to be a sum of squares"):
-            f.least_squares().fun(f.x0)
 
 
 class Frozen(nn.Module):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import os
 import signal
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -354,84 +352,7 @@ def test_a_checkpoint_has_the_weights(tmp_path: Path) -> None:
         assert opt.weights == {"else": 1.0} and opt.batch_counter == 0
 
 
-@pytest.mark.parametrize(
-    "make, error, message",
-    [
-        (lambda: {}, ValueError, "`terms` is empty: give one Term at least"),
-        (lambda: [Term(misfit)], TypeError, "`terms` must be a dict of names and batchopt.Term, got list"),
-        (lambda: {3: Term(misfit)}, TypeError, "the names in `terms` must be strings, got int 3"),
-        (lambda: {"a": misfit}, TypeError, r"`terms\['a'\]` must be a batchopt.Term, .*did you mean Term\(misfit\)\?"),
-        (lambda: {"a": 3}, TypeError, r"`terms\['a'\]` must be a batchopt.Term, got int$"),
-        (lambda: {"a": Term(None)}, TypeError, "got None"),
-        (lambda: {"a": Term(nn.MSELoss)}, TypeError, "got the class MSELoss"),  # type: ignore[arg-type]
-        (lambda: {"a": Term(lambda x: x)}, TypeError, "must be callable as loss_fn"),  # type: ignore[arg-type,misc]
-        (lambda: {"a": Term(misfit, math.inf)}, ValueError, "`weight` of a Term must be a finite number >= 0, got inf"),
-        (lambda: {"a": Term(misfit, -1)}, ValueError, "`weight` of a Term must be a finite number >= 0, got -1"),
-        (lambda: {"a": Term(misfit, "1")}, TypeError, "must be a finite number"),  # type: ignore[arg-type]
-        (lambda: {"a": Term(misfit, torch.ones(()))}, TypeError, r"call \.item\(\)"),  # type: ignore[arg-type]
-        (lambda: {"a": Term(misfit, reduction="none")}, ValueError, "`reduction` must be 'mean' or 'sum', got 'none'"),
-        (lambda: {"a": Term(misfit, collate_fn=3)}, TypeError, "`collate_fn` must be callable"),  # type: ignore[arg-type]
-        (lambda: {"a": Term(misfit, denominators=3)}, TypeError, "`denominators` must be"),  # type: ignore[arg-type]
-    ],
-)
-def test_what_are_no_terms_is_said_before_anything_starts(
-    make: Callable[[], Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        BatchOptimizer(network(), terms=make(), parallelize=2)
-
-
-def test_terms_exclude_what_each_has_itself() -> None:
-    given: dict[str, Any] = {"criterion": nn.MSELoss(), "loss_fn": misfit, "reduction": "mean"}
-    given |= {"denominators": lambda inputs, targets: targets, "collate_fn": torch.stack}
-    for argument, value in given.items():
-        with pytest.raises(ValueError, match=f"`terms` and `{argument}` are both given: each Term has its own"):
-            BatchOptimizer(network(), terms=terms(), **{argument: value})
-
-
 X = torch.ones(3, 1, dtype=torch.float64)
-
-
-@pytest.mark.parametrize(
-    "arguments, error, message",
-    [
-        ((X,), TypeError, r"the batch must be a dict with an entry for each of \['pde', 'data'\]; got Tensor"),
-        (({"pde": X},), ValueError, r"the batch lacks \['data'\]: the terms are \['pde', 'data'\]"),
-        (({"pde": X, "bc": X},), ValueError, r"the batch lacks \['data'\] and has unknown \['bc'\]"),
-        (({"pde": X, "data": (X, X), 3: X},), ValueError, r"the batch has unknown \[3\]"),
-        (({"pde": X, "data": (X, X)}, X), ValueError, "`targets` of terms go into the batch"),
-        (({"pde": X, "data": (X, X)}, None, [1]), ValueError, "`options` of terms go into the batch"),
-        (({"pde": X, "data": (X, X[:2])},), ValueError, "term 'data': `inputs` has 3 samples but `targets` has 2"),
-        (({"pde": X, "data": (X, X, [1], 2)},), ValueError, "term 'data': a tuple must be .*; got 4 items"),
-        (({"pde": X, "data": ()},), ValueError, "term 'data': a tuple must be .*; got 0 items"),
-        (({"pde": X[:0], "data": (X, X)},), ValueError, "term 'pde': the batch has 0 samples"),
-        (({"pde": 3, "data": (X, X)},), TypeError, "term 'pde': `inputs` must be a tensor"),
-        (({"pde": X, "data": (X, X, [1])},), ValueError, "term 'data': .* but `options` has 1"),
-    ],
-)
-def test_what_is_no_batch_of_terms_is_said(arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:
-    with made() as opt:
-        with pytest.raises(error, match=message):
-            opt.load(*arguments)
-
-
-@pytest.mark.parametrize(
-    "weights, error, message",
-    [
-        ([1.0, 2.0], TypeError, "`weights` must be a dict with one number a term, got list"),
-        ({"pde": 1.0}, ValueError, r"`weights` lacks \['data'\]"),
-        ({"pde": 1.0, "data": 1.0, "x": 1.0}, ValueError, r"`weights` has unknown \['x'\]"),
-        ({"pde": 1.0, "data": math.nan}, ValueError, r"`weights\['data'\]` must be a finite number >= 0, got nan"),
-        ({"pde": True, "data": 1.0}, TypeError, r"`weights\['pde'\]` must be a finite number >= 0, got True"),
-    ],
-)
-def test_weights_are_checked_and_stay_as_they_were(weights: Any, error: type[Exception], message: str) -> None:
-    with made() as opt:
-        with pytest.raises(error, match=message):
-            opt.weights = weights
-        assert opt.weights == WEIGHTS
-        with pytest.raises(TypeError):
-            opt.weights["pde"] = 3.0  # type: ignore[index]
 
 
 def test_without_terms_there_are_none() -> None:
@@ -441,14 +362,3 @@ def test_without_terms_there_are_none() -> None:
         assert opt.hook_results == [None] and opt.losses == {} and opt.weights == {}
         with pytest.raises(ValueError, match="this BatchOptimizer has none"):
             opt.weights = {"data": 1.0}
-
-
-def test_what_cannot_be_sent_is_named() -> None:
-    lock = threading.Lock()
-    batch = data()
-    with made(parallelize=2) as opt:
-        with pytest.raises(TypeError, match=r"the batch cannot be sent .* it captures 'data\.options\[0\]'"):
-            opt.load({**batch, "data": (*batch["data"], [lock] * KNOWN)})
-    locked = {**terms(), "bad": Term(lambda module, x, y: misfit(module, x, y) if lock else x)}
-    with pytest.raises(TypeError, match=r"a `loss_fn` cannot be sent .* it captures 'loss_fns\[2\]\.lock'"):
-        BatchOptimizer(network(), terms=locked, parallelize=2)

@@ -170,42 +170,6 @@ def test_products_and_input_gradients_have_the_weights() -> None:
     torch.testing.assert_close(slopes, torch.autograd.grad(loss, inputs)[0])
 
 
-@pytest.mark.parametrize(
-    ("weights", "error", "words"),
-    [
-        (W[:3], ValueError, r"40 finite numbers >= 0, one a sample; got shape \(3,\)"),
-        (-W, ValueError, "not all 0; got"),
-        (torch.zeros(N), ValueError, r"not all 0; got \[0.0"),
-        (torch.full((N,), math.nan), ValueError, "finite"),
-        ("many", TypeError, "one a sample; got str"),
-        (W.to(torch.complex128), TypeError, "complex"),
-        (None, TypeError, "twice"),
-    ],
-)
-def test_weights_that_are_none(weights: Any, error: type[Exception], words: str) -> None:
-    with BatchOptimizer(network(), nn.MSELoss(), optimizer=None) as opt, pytest.raises(error, match=words):
-        opt.load(Weighted(Weighted(X, W), W) if weights is None else Weighted(X, weights), Y)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"loss_fn": lambda module, inputs, targets: (module(inputs) - targets).square().mean()},
-        {"criterion": lambda output, targets: (output - targets).square().mean()},
-        {"criterion": nn.MSELoss(), "denominators": lambda inputs, targets: torch.ones(len(inputs))},
-        {"terms": {"one": Term(lambda module, inputs, targets: module(inputs).mean())}},
-    ],
-)
-def test_losses_of_unknown_samples_and_functions_are_refused(options: dict[str, Any]) -> None:
-    with BatchOptimizer(network(), optimizer=None, **options) as opt:
-        batch = ({"one": (Weighted(X, W), Y)},) if "terms" in options else (Weighted(X, W), Y)
-        with pytest.raises(ValueError, match="samples can have weights where their losses are known"):
-            opt.load(*batch)
-    with BatchOptimizer(network(), nn.MSELoss(), optimizer=None) as opt:  # functions of the user are not weighed
-        with pytest.raises(ValueError, match="samples can have weights where"):
-            opt.collect(lambda module, inputs, targets: inputs, Weighted(X, W))
-
-
 def test_weights_of_any_size() -> None:
     module = network().float()
     with BatchOptimizer(module, nn.MSELoss(), optimizer=None, chunk_size=10) as opt:
@@ -370,21 +334,6 @@ def test_geodesic_steps_and_products_without_a_matrix(options: dict[str, Any]) -
         opt.load({"data": (Weighted(X, W), Y)})
         before = opt.evaluate().item()
         assert opt.step({"data": (Weighted(X, W), Y)}) < 0.5 * before
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"loss": "huge"}, r"`loss` of a Term must be one of \['linear', 'soft_l1'"),
-        ({"loss": "huber", "scale": 0.0}, "`scale` of a Term must be > 0"),
-        ({"loss": "huber", "scale": -1.0}, "`scale` of a Term must be a finite number >= 0"),
-    ],
-)
-def test_robust_losses_that_are_none(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        Term(residual=difference, **options)
-    with pytest.raises(ValueError, match="are those of its `residual`"):
-        Term(lambda module, inputs, targets: module(inputs).mean(), loss="huber")
 
 
 def test_a_residual_that_is_not_finite_is_named() -> None:

@@ -201,29 +201,6 @@ def test_a_second_order_that_is_not_finite_leaves_the_step_straight() -> None:
     assert Bad(decay, START, geodesic=True, **EXACT).step().f == Plain(decay, START, **EXACT).step().f
 
 
-PARAMETER = nn.Parameter(START.clone())
-REFUSED: list[tuple[dict[str, Any], Any, type[Exception], str]] = [
-    ({"damping": 0.0}, None, ValueError, "`damping` must be positive and finite; got 0.0"),
-    ({"damping": "a"}, None, TypeError, "`damping` must be a number"),
-    ({"scaling": "unit"}, None, ValueError, "`scaling` must be one of None, 'diagonal', 'identity'; got 'unit'"),
-    ({"geodesic": 1}, None, TypeError, "`geodesic` must be a bool; got 1"),
-    ({"dense": 1.5}, None, TypeError, "`dense` must be an int >= 0"),
-    ({"max_iter": 0}, None, ValueError, "`max_iter` must be >= 1"),
-    ({}, lambda: PARAMETER.square().sum(), TypeError, "returned a scalar: return the residuals themselves"),
-    ({}, Plain(decay, START).__call__, TypeError, "use BatchOptimizer.step, or pass BatchOptimizer.closure"),
-    ({}, lambda: [1.0], TypeError, "must return a tensor"),
-    ({}, lambda: torch.ones(3), ValueError, "the residuals depend on no parameter"),
-]
-
-
-@pytest.mark.parametrize("options, closure, error, words", REFUSED)
-def test_options_and_closures_that_cannot_work(
-    options: dict[str, Any], closure: Any, error: type[Exception], words: str
-) -> None:
-    with pytest.raises(error, match=words):
-        LevenbergMarquardt([PARAMETER], **options).step(closure)
-
-
 def test_where_f_is_no_sum_of_squares_it_is_told() -> None:
     class Penalised(BatchOptimizer):
         def reduce(self, answers: Any) -> torch.Tensor:

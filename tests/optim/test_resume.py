@@ -182,17 +182,3 @@ def test_what_a_copy_remembers_is_all_there_is() -> None:
     assert copy.deepcopy(optimizer).result == optimizer.result
     optimizer.callback = print
     assert copy.deepcopy(optimizer).callback is print
-
-
-@pytest.mark.parametrize("kind", [batchopt.LBFGS, batchopt.CG, batchopt.SSBroyden])
-def test_a_learning_rate_may_be_a_tensor(kind: Any) -> None:
-    modules = [nn.Linear(2, 1).double() for _ in range(2)]
-    modules[1].load_state_dict(modules[0].state_dict())
-    found = []
-    for module, lr in zip(modules, (0.01, torch.tensor(0.01, dtype=torch.float64)), strict=True):
-        found.append(step(module, kind(module.parameters(), lr=lr, max_iter=2)))
-    assert found[0] == found[1] and torch.equal(modules[0].weight, modules[1].weight)
-    with pytest.raises(TypeError, match="`lr` must be a number"):
-        kind(modules[0].parameters(), lr=torch.ones(2))
-    with pytest.raises(ValueError, match="`lr` must be positive"):
-        kind(modules[0].parameters(), lr=torch.tensor(-1.0))
