@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import batchopt
 from batchopt import Batches, BatchOptimizer, Term
-from tests.workloads import Mlp, Pairs, difference, misfit
+from tests.workloads import Listed, Mlp, Pairs, difference, misfit
 
 X, Y = torch.linspace(-1, 1, 24).view(4, 6), torch.linspace(0, 1, 16).view(4, 4)
 V, TWO = torch.rand(3), [torch.rand(4, 2), torch.rand(4)]
@@ -310,19 +310,6 @@ build(zzz=1) -> TypeError: BatchOptimizer has no argument `zzz`
 # ---- batches, and what shows only when the loss is evaluated
 
 
-class Listed(Dataset[Any]):
-    """Any items."""
-
-    def __init__(self, *items: Any) -> None:
-        self.items = items
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.items[index]
-
-
 class WithoutLength(Dataset[Any]):
     """Says nothing about how many there are."""
 
@@ -463,6 +450,7 @@ on(lambda opt: opt.hvp(torch.ones(103, dtype=torch.int64))) -> TypeError: a tens
 on(lambda opt: opt.hvp(torch.ones(103) * 1j)) -> TypeError: a tensor of torch.complex64
 on(lambda opt: opt.hvp(torch.ones(102))) -> ValueError: shape (103,)... got (102,)
 on(lambda opt: opt.hvp(torch.ones(1, 103))) -> ValueError: got (1, 103)
+build(parallelize=1).objective()(np.zeros(103)) -> BatchoptError: no batch was loaded
 on(lambda opt: opt.objective()(np.zeros(102))) -> ValueError: `x` must have shape (103,), as `x0`; got (102,)
 on(lambda opt: opt.objective().gradient(np.zeros((1, 103)))) -> ValueError: got (1, 103)
 on(lambda opt: opt.objective().assign(1.0)) -> ValueError: got ()
@@ -596,7 +584,7 @@ svrg().step(lambda: ONE.sum()) -> RuntimeError: call begin_pass
 """
 
 SEARCHES, EACH = '"LBFGS" | "CG" | "SSBroyden"', '"LBFGS" | "CG" | "SSBroyden" | "LM"'
-USED = math, np, DataLoader, SimpleNamespace, difference  # by the calls in the tables
+USED = math, np, DataLoader, SimpleNamespace, Listed, difference  # by the calls in the tables
 NAMES: dict[str, Any] = {**vars(batchopt), **globals()}
 
 

@@ -306,18 +306,6 @@ def test_another_batch_between_two_steps_changes_nothing(parallelize: int) -> No
     assert run(looks=True) == run(looks=False)
 
 
-def test_the_full_gradient_is_of_the_whole_epoch_and_moves_nothing() -> None:
-    x, y = data()
-    with optimizer(1) as opt:
-        opt.module.eval()
-        batches = Batches((x, y), 15, shuffle=True)
-        next(iter(batches))
-        before = batches.state_dict()
-        loss, _ = opt.full_gradient(batches)
-        assert loss == pytest.approx(nn.functional.mse_loss(opt.module(x), y).item(), rel=1e-12)
-        assert batches.state_dict() == before
-
-
 @EACH
 def test_an_error_says_which_samples_of_the_data_it_is_about(parallelize: int) -> None:
     data = torch.linspace(0.0, 1.0, 40)[:, None]

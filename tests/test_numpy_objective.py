@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,10 +12,10 @@ import scipy.optimize
 import torch
 from torch import nn
 
-from batchopt import BatchoptError, BatchOptimizer, NonFiniteError, WorkerError
+from batchopt import BatchOptimizer, NonFiniteError, WorkerError
 from tests.backends.least_squares_contract import DATA, flow, reference, terms
 from tests.building import loaded, on
-from tests.workloads import Mlp, Workload, burgers, logistic, mlp
+from tests.workloads import Mlp, Workload, logistic, mlp
 
 WORKERS = pytest.mark.parametrize("parallelize", [1, 2])
 
@@ -116,34 +115,6 @@ def test_the_last_point_is_remembered_until_another_batch_is_loaded() -> None:
         assert opt.eval_counter == 4
         opt.load(work.inputs[:10], work.targets[:10])
         assert objective(x) != pytest.approx(value, rel=1e-3)
-
-
-def test_an_objective_keeps_no_batch_alive() -> None:
-    work = mlp()
-    with on(work) as opt:
-        objective = opt.objective()
-        objective(objective.x0)
-        opt.load(work.inputs[:5], work.targets[:5])
-        gc.collect()
-        assert objective._last is not None and objective._last.batch() is None
-
-
-def test_a_batch_is_needed() -> None:
-    work = mlp()
-    opt = BatchOptimizer(work.module, work.criterion)
-    objective = opt.objective()
-    x = objective.x0
-    for call in (objective, objective.gradient, objective.value_and_grad, lambda x: objective.hvp(x, x)):
-        with pytest.raises(BatchoptError, match="no batch was loaded"):
-            call(x)
-    opt.load(work.inputs, work.targets)
-    objective(x)
-    opt.resize(1)
-    with pytest.raises(BatchoptError, match="no batch was loaded"):
-        objective(x)
-    opt.close()
-    with pytest.raises(BatchoptError, match="this BatchOptimizer was closed: build a new one"):
-        objective(x)
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
@@ -269,12 +240,6 @@ def test_bounds_hold() -> None:
         assert found.success and np.abs(found.x).max() == bound
         free = np.abs(found.x) < bound
         assert np.abs(objective.gradient(found.x)[free]).max() < 1e-3
-
-
-def test_scipys_check_of_gradients_is_content() -> None:
-    with on(burgers()) as opt:
-        objective = opt.objective()
-        assert scipy.optimize.check_grad(objective, objective.gradient, objective.x0) < 1e-5
 
 
 @pytest.mark.parametrize("method", ["bfgs", "l-bfgs", "cg"])

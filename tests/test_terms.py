@@ -14,7 +14,7 @@ from torch import nn
 
 from batchopt import BatchOptimizer, NonFiniteError, PoisonChunkError, Sample, Term, Worker, WorkerError
 from tests.building import loaded
-from tests.workloads import misfit, once, size
+from tests.workloads import misfit, size
 
 WEIGHTS = {"pde": 1.5, "data": 10.0}
 POINTS, KNOWN = 23, 9
@@ -70,53 +70,6 @@ def agrees(opt: BatchOptimizer, f: float, gradient: torch.Tensor, losses: dict[s
     assert opt.losses == pytest.approx(losses, rel=1e-12)
 
 
-@pytest.mark.parametrize("chunk_size", [None, 1, 4, 30])
-@pytest.mark.parametrize("parallelize", [1, 2, 3])
-@pytest.mark.filterwarnings("ignore:.* chunks for 3 workers", "ignore:.* chunks for 2 workers")
-def test_f_its_gradient_and_each_term_are_those_of_one_process(parallelize: int, chunk_size: int | None) -> None:
-    module = network()
-    expected = plain(module)
-    with BatchOptimizer(module, terms=terms(), optimizer=None, parallelize=parallelize, chunk_size=chunk_size) as opt:
-        assert opt.losses == {} and opt.weights == WEIGHTS
-        opt.load(data())
-        agrees(opt, *expected)
-        assert opt.output == pytest.approx(expected[0], rel=1e-12)
-
-
-@EACH
-def test_sums_lists_and_denominators(parallelize: int) -> None:
-    module = network()
-    lists = [torch.rand(n, 1, dtype=torch.float64) for n in (3, 1, 4, 2, 2)]
-    counts = torch.tensor([1.0, 0.0, 2.0, 1.0], dtype=torch.float64)
-
-    def masked(module: nn.Module, inputs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = (module(inputs)[:, 0].square() * mask).sum() / mask.sum()
-        return loss
-
-    x, y = data()["data"]
-    terms = {
-        "sum": Term(lambda module, x, y: (module(x) - y).square().sum(), 0.5, "sum"),
-        "list": Term(
-            lambda module, inputs, _: module(inputs[0]).square().sum(),
-            reduction="sum",
-            collate_fn=lambda samples: (torch.cat(samples), None),
-        ),
-        "alone": Term(lambda module, x, _: module(x).square().sum(), 2.0),
-        "masked": Term(masked, 3.0, denominators=lambda inputs, mask: mask),
-    }
-    batch = {"sum": (x, y), "list": lists, "alone": lists, "masked": (x[:4], counts)}
-    each = {
-        "sum": (module(x) - y).square().sum(),
-        "list": module(torch.cat(lists)).square().sum(),
-        "alone": torch.stack([module(one).square().sum() for one in lists]).mean(),
-        "masked": masked(module, x[:4], counts),
-    }
-    whole = 0.5 * each["sum"] + each["list"] + 2 * each["alone"] + 3 * each["masked"]
-    gradient = torch.cat([g.flatten() for g in torch.autograd.grad(whole, list(module.parameters()))])
-    with loaded(module, None, batch, terms=terms, parallelize=parallelize, chunk_size=3) as opt:
-        agrees(opt, whole.item(), gradient, {name: loss.item() for name, loss in each.items()})
-
-
 class Scaled(nn.Module):
     """A loss function that holds a tensor."""
 
@@ -139,37 +92,6 @@ def test_terms_on_another_device(chunk_size: int | None) -> None:
     with loaded(module, None, {"a": (x, y), "b": (-2 * x, y)}, terms=scaled, **options) as opt:
         for _ in range(2):
             assert opt.evaluate().item() == pytest.approx(whole.item(), rel=1e-12)
-
-
-def test_one_term_of_weight_1_has_the_bits_of_a_loss_fn() -> None:
-    found = set()
-    x, y = data(torch.float32)["data"]
-    for how, batch in (({"loss_fn": misfit}, (x, y)), ({"terms": {"data": Term(misfit)}}, ({"data": (x, y)},))):
-        with BatchOptimizer(network(torch.float32), parallelize=2, chunk_size=2, **how) as opt:
-            opt.step(*batch)
-            found.add(opt.fingerprint())
-    assert len(found) == 1
-
-
-def stepped(parallelize: int, **options: Any) -> str:
-    """The fingerprint after two steps of L-BFGS, between which weights change."""
-    options = {"chunk_size": 3, "parallelize": parallelize, **options}
-    with BatchOptimizer(network(torch.float32), terms=terms(), **options) as opt:
-        opt.step(data(torch.float32))
-        opt.weights = {"data": 2.0, "pde": opt.losses["data"] / opt.losses["pde"]}
-        opt.step(data(torch.float32))
-        return opt.fingerprint()
-
-
-def test_neither_the_number_of_workers_nor_one_that_is_killed_changes_a_bit(tmp_path: Path) -> None:
-    flag = tmp_path / "killed"
-
-    def die_once(worker: Worker, sample: Sample) -> None:
-        if sample.term == "data" and worker.rank == 1 and once(flag):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    assert stepped(2, prehook=die_once) == stepped(1) == stepped(3)
-    assert flag.exists()
 
 
 def test_a_new_worker_knows_the_weights(tmp_path: Path) -> None:
@@ -353,12 +275,3 @@ def test_a_checkpoint_has_the_weights(tmp_path: Path) -> None:
 
 
 X = torch.ones(3, 1, dtype=torch.float64)
-
-
-def test_without_terms_there_are_none() -> None:
-    x, y = data()["data"]
-    with loaded(network(), None, x, y, loss_fn=misfit, posthook=lambda worker, sample: sample.term) as opt:
-        opt.evaluate()
-        assert opt.hook_results == [None] and opt.losses == {} and opt.weights == {}
-        with pytest.raises(ValueError, match="this BatchOptimizer has none"):
-            opt.weights = {"data": 1.0}

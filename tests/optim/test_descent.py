@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import io
 import math
 from collections.abc import Callable
 from typing import Any
@@ -220,23 +218,6 @@ def test_a_function_that_changes_between_steps_is_told(make: Make) -> None:
     problem.step()
     assert next(iter(problem.result.forgotten)) == "the function changed between two steps"
     assert problem.result.f < problem.values[-problem.result.evaluations]
-
-
-@every_kind
-def test_state_goes_on_in_another_process(make: Make) -> None:
-    one = Problem(make, rosenbrock, start(), max_iter=6)
-    one.step()
-    file = io.BytesIO()
-    torch.save(one.optimizer.state_dict(), file)
-    other = Problem(make, rosenbrock, one.x, max_iter=1)
-    other.optimizer.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
-    twin = copy.deepcopy(one.optimizer.state_dict())
-    one.step(), other.step()
-    assert torch.equal(one.x, other.x)
-    assert not other.result.forgotten
-    assert twin["param_groups"][0]["max_iter"] == other.optimizer.param_groups[0]["max_iter"] == 6
-    with pytest.raises(ValueError, match="the state is of 6 parameters; here are 7"):
-        Problem(make, rosenbrock, start(7)).optimizer.load_state_dict(twin)
 
 
 @every_kind
