@@ -62,6 +62,7 @@ def test_memory_is_kept_from_one_evaluation_to_the_next_until_the_last_optimizer
     assert left < kept - 80
 
 
+@pytest.mark.slow
 def test_settings_of_the_user_are_left_alone() -> None:
     faults, _, later, _ = play(MALLOC_MMAP_THRESHOLD_="131072")
     assert faults > 10_000 and later > 10_000

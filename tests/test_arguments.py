@@ -18,7 +18,6 @@ import torch
 from batchopt import BatchOptimizer
 from batchopt._data.arguments import (
     check_callable,
-    check_criterion,
     read,
     read_devices,
     read_parallelize,
@@ -61,14 +60,6 @@ def test_what_is_given_is_read_as_a_plain_value(reader: Callable[[Any], Any], va
 
 def test_a_worker_may_be_replaced_four_times_by_default() -> None:
     assert [Setup.restarts_of(SimpleNamespace(restarts=value), 3) for value in (None, 0, 7)] == [12, 0, 7]  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    "workers, memory, descriptors",
-    [(32, 24e9, 1024), (8, 2e9, 256), (2, 440_000_000, 14), (100, 24e9, math.inf), (1000, 1e12, 20_000)],
-)
-def test_workers_that_a_machine_has_room_for_are_taken(workers: int, memory: float, descriptors: float) -> None:
-    check_room(workers, int(memory), descriptors)
 
 
 @pytest.mark.parametrize(
@@ -121,26 +112,6 @@ def test_whatever_can_be_called_so_is_a_hook(hook: Any) -> None:
     check_callable("precode", lambda worker: None)
     check_callable("prehook", hook)
     check_callable("posthook", hook)
-
-
-def loss_fn(module: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """A loss of its own."""
-    return torch.zeros(())
-
-
-@pytest.mark.parametrize(
-    "criterion, loss",
-    [
-        (None, None),
-        (torch.nn.MSELoss(), None),
-        (torch.nn.functional.mse_loss, None),
-        (None, loss_fn),
-        (torch.nn.Linear(2, 2).requires_grad_(False), None),
-    ],
-    ids=["neither", "module", "function", "loss_fn", "frozen"],
-)
-def test_a_loss_is_a_criterion_or_a_loss_fn(criterion: Any, loss: Any) -> None:
-    check_criterion(criterion, loss)
 
 
 def test_settings_have_the_arguments_of_a_batch_optimizer() -> None:

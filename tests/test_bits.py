@@ -5,11 +5,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import random
-import time
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,10 +15,9 @@ import torch
 from torch import nn
 
 import batchopt
-from batchopt import BatchOptimizer, Sample, Worker
-from tests.building import loaded, on
+from batchopt import BatchOptimizer
 from tests.pairs import paired
-from tests.workloads import WORKLOADS, Workload, cnn, mlp
+from tests.workloads import WORKLOADS, Workload, mlp
 
 ITERATIONS = 30
 
@@ -80,26 +76,6 @@ def test_any_number_of_workers_gives_the_same_bits(workload: str, parallelize: i
 def test_each_optimizer_gives_the_same_bits(optimizer: str) -> None:
     expected = run(mlp(torch.float64), optimizer, chunk_size=5)
     assert run(mlp(torch.float64), optimizer, chunk_size=5, parallelize=2) == expected
-
-
-@pytest.mark.parametrize(
-    "speeds", [[5, 0, 1], *(pytest.param(s, marks=pytest.mark.slow) for s in ([1, 1, 1], [1, 2, 10]))]
-)
-def test_any_speeds_give_the_same_bits(speeds: list[float]) -> None:
-    expected = run(cnn(torch.float32), chunk_size=3)
-    assert run(cnn(torch.float32), chunk_size=3, parallelize=3, speeds=speeds) == expected
-
-
-def test_answers_in_any_order_give_the_same_bits(tmp_path: Path) -> None:
-    """Each worker waits until the later ones have written that they are done, so that they answer last to first."""
-
-    def last_first(worker: Worker, sample: Sample) -> None:
-        (tmp_path / str(worker.rank)).touch()
-        while worker.rank + 1 < worker.world_size and not (tmp_path / str(worker.rank + 1)).exists():
-            pass
-
-    expected = run(mlp(torch.float32), chunk_size=8)
-    assert run(mlp(torch.float32), chunk_size=8, parallelize=2, prehook=last_first) == expected
 
 
 def test_data_that_starts_anywhere_in_memory_gives_the_same_bits() -> None:
@@ -178,63 +154,3 @@ def test_the_optimizers_algebra_has_as_many_threads_for_any_number_of_workers(pa
     finally:
         torch.set_num_threads(before)
     assert threads == [1]
-
-
-def slowing(worker: Worker, sample: Sample) -> None:
-    """Rank 1 becomes slow, from its fourth forward on."""
-    worker.state["forwards"] = worker.state.get("forwards", 0) + 1
-    if worker.rank == 1 and worker.state["forwards"] > 3:
-        time.sleep(0.05)
-
-
-DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "torch": nn.functional.dropout,
-    "numpy": lambda y: y + torch.from_numpy(np.random.randn(*y.shape)),
-    "python": lambda y: y + random.gauss(0.0, 1.0),
-    "none": lambda y: y,
-}
-
-
-class Noisy(nn.Linear):
-    """Draws random numbers in forward, of torch, NumPy or Python's own."""
-
-    def __init__(self, source: str) -> None:
-        super().__init__(6, 4, dtype=torch.float64)
-        self.source = source
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return DRAWS[self.source](super().forward(x))
-
-
-@pytest.mark.parametrize("source", ["torch", "numpy", "python", "none"])
-def test_without_chunks_the_draws_of_a_step_stay_though_the_speeds_change(source: str) -> None:
-    """Shares would follow the speeds, and other chunks draw other numbers: so they follow with the next step."""
-    work = mlp()
-    with loaded(Noisy(source), nn.MSELoss(), work.inputs, work.targets, parallelize=2, prehook=slowing) as opt:
-        first = opt.evaluate()
-        planned = [opt._function.ready().plan.samples()]
-        for _ in range(10):
-            found = opt.evaluate()
-            planned.append(opt._function.ready().plan.samples())
-            assert torch.equal(found, first) or (source == "none" and torch.allclose(found, first))
-        assert (planned[-1] != planned[0]) == (source == "none")
-        opt.load(work.inputs, work.targets)
-        assert opt._function.ready().plan.samples()[1] < planned[0][1]
-
-
-@pytest.mark.parametrize("first", ["evaluation", "product"])
-def test_what_a_hook_draws_keeps_the_chunks_too(first: str) -> None:
-    """Also after the loss's cut was checked, without hooks, and if a product comes first."""
-    work = mlp()
-    work.criterion = nn.functional.mse_loss  # of the user's own, for all that is known
-
-    def noise(worker: Worker, sample: Sample) -> None:
-        sample.inputs = sample.inputs + torch.randn_like(sample.inputs)
-
-    with on(work, parallelize=2, prehook=noise) as opt:
-        assert opt._function.ready().movable
-        if first == "product":
-            opt.hvp(torch.ones_like(opt.parameters))
-        else:
-            opt.evaluate()
-        assert not opt._function.ready().movable

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import errno
 import hashlib
+import math
 import os
 import pickle
 import random
@@ -30,6 +31,7 @@ from batchopt._checkpoint import file
 from batchopt.errors import CheckpointError
 from batchopt_workers.data.layout import Layout
 from batchopt_workers.process import faults
+from tests.workloads import misfit, size
 
 LAYOUT = Layout.of([("fc.weight", torch.zeros(10, 4)), ("fc.bias", torch.zeros(10))], torch.float32)
 POINTS = ["start", "writing", "sync", "replace", "replaced"]
@@ -58,6 +60,14 @@ def same(one: Any, other: Any) -> bool:
 def written(path: Path, state: dict[str, Any], layout: Layout = LAYOUT) -> dict[str, Any]:
     file.write(path, state, layout)
     return file.read(path, layout)
+
+
+def shared_lists(levels: int) -> list[Any]:
+    """A list that holds the same list twice, which holds the same list twice, …"""
+    found: list[Any] = [1.0]
+    for _ in range(levels):
+        found = [found, found]
+    return found
 
 
 def temporaries(folder: Path) -> list[str]:
@@ -89,35 +99,7 @@ def at(point: str, action: Callable[[], object], monkeypatch: pytest.MonkeyPatch
     return reached
 
 
-def fail_with(error: BaseException) -> Callable[[], None]:
-    def action() -> None:
-        raise error
-
-    return action
-
-
 # What comes back.
-
-
-def test_module_and_optimizer_go_on_from_a_checkpoint(tmp_path: Path) -> None:
-    module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
-    optimizer = torch.optim.LBFGS(module.parameters(), max_iter=4)
-    inputs = torch.randn(8, 3)
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss: torch.Tensor = module(inputs).exp().sum()
-        loss.backward()  # type: ignore[no-untyped-call]
-        return loss
-
-    optimizer.step(closure)  # type: ignore[no-untyped-call]
-    layout = Layout.of(module.named_parameters(), torch.float32)
-    state = {"module": module.state_dict(), "optimizer": optimizer.state_dict(), "seed": 3, "speeds": [1.5, 2.0]}
-    loaded = written(tmp_path / "run.pt", state, layout)
-    assert same(loaded, state)
-    assert loaded["module"]._metadata["1"] == {"version": 2}  # what load_state_dict looks versions up in
-    module.load_state_dict(loaded["module"])
-    optimizer.load_state_dict(loaded["optimizer"])
 
 
 def test_the_file_is_plain_for_torch(saved: Path) -> None:
@@ -135,18 +117,23 @@ DTYPES = [
 ]
 
 
-def test_every_dtype_comes_back(tmp_path: Path) -> None:
-    for dtype in DTYPES:
-        bits = torch.arange(96, dtype=torch.uint8) + 160 if dtype is not torch.bool else torch.ones(96).byte()
-        values = bits.view(dtype)
-        matrix = values.view(2, -1)
-        state = {"whole": values, "matrix": matrix.clone(), "steps": matrix[:, 1::2], "one": values[1]}
-        assert same(written(tmp_path / "run.pt", state), state), dtype
+def in_parts(dtype: torch.dtype) -> list[torch.Tensor]:
+    """All bit patterns of a dtype, and views of them."""
+    bits = torch.ones(96).byte() if dtype is torch.bool else torch.arange(96, dtype=torch.uint8) + 160
+    matrix = bits.view(dtype).view(2, -1)
+    return [bits.view(dtype), matrix.clone(), matrix[:, 1::2], matrix[1, :1]]
 
 
-def odd_tensors() -> dict[str, torch.Tensor]:
+def odd_states() -> dict[str, Any]:
+    """Two dtypes over one storage among them, which torch.save refuses."""
     big, waves = torch.randn(20, 30), torch.randn(3, dtype=torch.complex64)
+    linear = nn.Linear(2, 1).state_dict()  # `_metadata` is what load_state_dict looks versions up in
+    payload = struct.unpack("<d", struct.pack("<Q", 0x7FF8_0000_0000_0123))[0]
     return {
+        "numbers": [2**63, -(2**64), 2**2039 - 1, 1 - 2**2039, math.inf, payload, -payload, -0.0, 5e-324],
+        "others": ["", "\n", "\0", "é", "\ud800", "x" * 70_000, True, 1, 1.0, None, shared_lists(5), [()] * 3],
+        "a module": linear,
+        **{str(dtype): in_parts(dtype) for dtype in DTYPES},
         "transposed": big.T,
         "reversed view": big[3:9:2, ::7],
         "expanded": torch.randn(3, 1).expand(3, 4),
@@ -167,16 +154,26 @@ def odd_tensors() -> dict[str, torch.Tensor]:
     }
 
 
-def test_odd_tensors_come_back_alone_and_together(tmp_path: Path) -> None:
-    state = odd_tensors()  # two dtypes over one storage among them, which torch.save refuses
-    for some in [*({name: tensor} for name, tensor in state.items()), state]:
+def test_odd_states_come_back_alone_and_together(tmp_path: Path) -> None:
+    state = odd_states()
+    for some in [*({name: value} for name, value in state.items()), state]:
         loaded = written(tmp_path / "run.pt", some)
         assert same(loaded, some), list(some)
         assert not any(marks(loaded))
 
 
-def marks(state: dict[str, torch.Tensor]) -> list[bool]:
-    return [tensor.requires_grad or tensor.is_conj() or tensor.is_neg() for tensor in state.values()]
+NUMBERS: list[Any] = [np.float64(0.1), np.float32(0.1), np.int64(-3), np.uint8(3), np.bool_(True), np.str_("é")]
+
+
+def test_a_number_of_numpy_is_one_of_python(tmp_path: Path) -> None:
+    for number in NUMBERS:
+        state = written(tmp_path / "run.pt", {"x": [number], "keys": {number: None}})
+        assert same(state, {"x": [number.item()], "keys": {number.item(): None}})
+
+
+def marks(state: dict[str, Any]) -> list[bool]:
+    tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+    return [tensor.requires_grad or tensor.is_conj() or tensor.is_neg() for tensor in tensors]
 
 
 scalars = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text())
@@ -204,13 +201,6 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @given(state=st.dictionaries(st.text(), plain))
 def test_any_plain_state_comes_back(scratch: Path, state: dict[str, Any]) -> None:
     assert same(written(scratch, state), state)
-
-
-def test_far_numbers_and_odd_strings_come_back(tmp_path: Path) -> None:
-    payload = struct.unpack("<d", struct.pack("<Q", 0x7FF8_0000_0000_0123))[0]
-    numbers = [2**63, -(2**64), 2**2039 - 1, 1 - 2**2039, 1e308 * 10, payload, -payload, -0.0, 5e-324]
-    state = {"numbers": numbers, "strings": ["", "\n", "\0", "é", "\ud800", "x" * 70_000], "bools": [True, 1, 1.0]}
-    assert same(written(tmp_path / "run.pt", state), state)
 
 
 def test_a_view_does_not_drag_its_storage_along_and_a_shared_part_is_stored_once(tmp_path: Path) -> None:
@@ -241,6 +231,10 @@ def test_a_tensor_that_fills_its_storage_is_not_copied(tmp_path: Path, monkeypat
 # What is refused before anything is written.
 
 
+ENDLESS: list[Any] = []
+ENDLESS.append(ENDLESS)
+
+
 class Foo:
     pass
 
@@ -254,30 +248,29 @@ class Colour(enum.IntEnum):
 
 
 Pair = namedtuple("Pair", "a b")
-ENDLESS: list[Any] = []
-ENDLESS.append(ENDLESS)
 
 
+def noted() -> OrderedDict[str, int]:
+    """With an attribute, as a state_dict has."""
+    found: OrderedDict[str, int] = OrderedDict(a=1)
+    found._metadata = {"hook": Foo()}  # type: ignore[attr-defined]
+    return found
+
+
+IN_X = "['optimizer']['state'][0]['x'][1][0]"
+SPECIAL = " is a sparse, nested, quantized or meta tensor"
 NOT_PLAIN: list[tuple[Any, str]] = [
-    (Foo(), "is a Foo, not plain data"),
-    (Foo, "is a type,"),
-    (len, "is a builtin_function_or_method,"),
-    (lambda: 0, "is a function,"),
-    (np.complex64(1.0), "is a complex,"),
-    (np.datetime64(1, "s"), "is a datetime,"),
-    (np.zeros(2), "is a ndarray,"),
-    (nn.Parameter(torch.zeros(2)), "is a Parameter,"),
-    (torch.zeros(2).as_subclass(Tagged), "is a Tagged,"),
-    (torch.float32, "is a dtype,"),
-    (torch.Size([1]), "is a Size,"),
-    (Pair(1, 2), "is a Pair,"),
-    (Colour.RED, "is a Colour,"),
-    ({1, 2}, "is a set,"),
-    (b"bytes", "is a bytes,"),
-    (1j, "is a complex,"),
-    (2**2039, "is an integer of 2040 bits or more"),
-    (torch.zeros(2, 2).to_sparse(), "is a sparse, nested, quantized or meta tensor"),
-    (torch.zeros(2, device="meta"), "is a sparse, nested, quantized or meta tensor"),
+    (Foo(), " is a Foo, not plain data"),
+    *((Foo, " is a type,"), (len, " is a builtin_function_or_method,"), (lambda: 0, " is a function,")),
+    *((np.complex64(1.0), " is a complex,"), (np.datetime64(1, "s"), " is a datetime,"), (1j, " is a complex,")),
+    *((np.zeros(2), " is a ndarray,"), (nn.Parameter(torch.zeros(2)), " is a Parameter,")),
+    *((torch.zeros(2).as_subclass(Tagged), " is a Tagged,"), (torch.float32, " is a dtype,")),
+    *((torch.Size([1]), " is a Size,"), (Pair(1, 2), " is a Pair,"), (Colour.RED, " is a Colour,")),
+    *(({1, 2}, " is a set,"), (b"bytes", " is a bytes,"), (2**2039, " is an integer of 2040 bits or more")),
+    *((torch.zeros(2, 2).to_sparse(), SPECIAL), (torch.zeros(2, device="meta"), SPECIAL)),
+    ({(1, 2): 3}, " has a key that is a tuple, not plain data"),
+    ({2**30_000: 3}, " has a key that is an integer of 2040 bits or more"),
+    (noted(), "._metadata['hook'] is a Foo"),
 ]
 
 
@@ -286,24 +279,18 @@ def test_what_is_not_plain_data_is_named_and_nothing_is_written(saved: Path) -> 
     for value, complaint in NOT_PLAIN:
         with pytest.raises(CheckpointError) as caught:
             file.write(saved, {"optimizer": {"state": {0: {"x": (1, [value])}}}}, LAYOUT)
-        assert f"'{saved}': state['optimizer']['state'][0]['x'][1][0] {complaint}" in str(caught.value)
+        assert f"'{saved}': state{IN_X}{complaint}" in str(caught.value)
         assert caught.value.__cause__ is None and caught.value.__suppress_context__  # one error, not a chain
         assert os.listdir(saved.parent) == ["run.pt"]
-    assert sha256(saved) == before
-
-
-def test_keys_attributes_and_cycles_are_looked_at_too(saved: Path) -> None:
-    noted: OrderedDict[str, int] = OrderedDict(a=1)
-    noted._metadata = {"hook": Foo()}  # type: ignore[attr-defined]
-    for value, complaint in [
-        ({(1, 2): 3}, r"state\['x'\] has a key that is a tuple, not plain data"),
-        ({2**30_000: 3}, r"state\['x'\] has a key that is an integer of 2040 bits or more"),
-        (noted, r"state\['x'\]\._metadata\['hook'\] is a Foo"),
-        (ENDLESS, r"state\['x'\]\[0\]\[0\]\.\.\. contains itself"),
-    ]:
+    for value, complaint in (
+        (ENDLESS, r"\[0\]\[0\]\.\.\. contains"),
+        (shared_lists(60), "in too many places"),
+    ):
         with pytest.raises(CheckpointError, match=complaint):
             file.write(saved, {"x": value}, LAYOUT)
-    assert same(file.read(saved, LAYOUT), OLD)
+    with pytest.raises(CheckpointError, match=r"torch\.save failed: .*uint4"):
+        file.write(saved, {"x": torch.empty(4, dtype=torch.uint4)}, LAYOUT)  # type: ignore[attr-defined]
+    assert os.listdir(saved.parent) == ["run.pt"] and sha256(saved) == before
 
 
 # What is refused when it is read.
@@ -402,15 +389,6 @@ def test_a_pickle_bomb_does_not_go_off(saved: Path, monkeypatch: pytest.MonkeyPa
     assert not marker.exists()
 
 
-def test_what_weights_only_allows_but_write_does_not_is_refused(saved: Path) -> None:
-    waves = torch.zeros(2, dtype=torch.complex64)
-    tensors = [OLD["x"].as_strided((2**40,), (0,)), torch.zeros(9)[::2], torch.zeros(2, requires_grad=True)]
-    for value in [{1, 2}, nn.Parameter(torch.zeros(2)), *tensors, waves.conj()]:
-        rewritten(saved, state={"x": value})
-        with pytest.raises(CheckpointError, match=r"it holds a (set|Tensor|Parameter) that `write` would not"):
-            file.read(saved, LAYOUT)
-
-
 def test_torchs_own_settings_do_not_matter(saved: Path) -> None:
     config = pytest.importorskip("torch.utils.serialization.config")
     if not hasattr(config, "load"):
@@ -419,23 +397,29 @@ def test_torchs_own_settings_do_not_matter(saved: Path) -> None:
         assert same(file.read(saved, LAYOUT), OLD)
 
 
+def contents(saved: Path) -> list[tuple[Any, str]]:
+    """What a file may hold that is no checkpoint, and what is said of it."""
+    content = torch.load(saved, weights_only=True)
+    tensors = [OLD["x"].as_strided((2**40,), (0,)), torch.zeros(9)[::2], torch.zeros(2, requires_grad=True)]
+    not_written = [{1, 2}, nn.Parameter(torch.zeros(2)), torch.zeros(2, dtype=torch.complex64).conj(), *tensors]
+    others = [torch.zeros(3), {"state": 1}, {"format": "safe"}, {"format": torch.zeros(2)}, []]
+    own = {"format": "batchopt checkpoint"}
+    return [
+        *(({**content, "state": {"x": x}}, "it holds a (set|Tensor|Parameter) that `write`") for x in not_written),
+        *((other, "it is not a checkpoint") for other in others),
+        *((some, "it is damaged, or not a checkpoint") for some in (own, {**own, "version": "one"})),
+        ({**content, "version": 2}, "it is of version 2, and this batchopt reads up to 1"),
+        ({**content, "state": {"x": shared_lists(90)}}, "holds the same list twice"),
+    ]
+
+
 def test_another_file_is_not_taken_for_a_checkpoint(saved: Path) -> None:
-    for content in [torch.zeros(3), {"state": 1}, {"format": "safe"}, {"format": torch.zeros(2)}, []]:
+    for content, words in contents(saved):
         torch.save(content, saved)
-        with pytest.raises(CheckpointError, match=f"cannot read checkpoint '{saved}': it is not a checkpoint"):
-            file.read(saved, LAYOUT)
-    for content in [{"format": "batchopt checkpoint"}, {"format": "batchopt checkpoint", "version": "one"}]:
-        torch.save(content, saved)
-        with pytest.raises(CheckpointError, match="it is damaged, or not a checkpoint"):
+        with pytest.raises(CheckpointError, match=f"cannot read checkpoint '{saved}': .*{words}"):
             file.read(saved, LAYOUT)
     saved.write_text("fc.weight: 1.0\n")
     with pytest.raises(CheckpointError, match="it is not a checkpoint of batchopt"):
-        file.read(saved, LAYOUT)
-
-
-def test_a_newer_version_is_named(saved: Path) -> None:
-    rewritten(saved, version=2)
-    with pytest.raises(CheckpointError, match="it is of version 2, and this batchopt reads up to 1"):
         file.read(saved, LAYOUT)
 
 
@@ -475,35 +459,32 @@ def test_a_path_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 # What happens to the old file.
 
 
+def fail_with(error: BaseException) -> Callable[[], None]:
+    def action() -> None:
+        raise error
+
+    return action
+
+
+ENDINGS = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), KeyboardInterrupt()
+
+
+@pytest.mark.parametrize("error", ENDINGS, ids=["full disk", "interrupt"])
 @pytest.mark.parametrize("point", POINTS)
-def test_a_full_disk_leaves_the_old_file(saved: Path, monkeypatch: pytest.MonkeyPatch, point: str) -> None:
+def test_a_write_that_ends_in_the_middle_leaves_the_old_file(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, point: str, error: BaseException
+) -> None:
     before = sha256(saved)
-    reached = at(point, fail_with(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))), monkeypatch)
-    with pytest.raises(CheckpointError) as caught:
+    reached = at(point, fail_with(error), monkeypatch)
+    with pytest.raises((CheckpointError, KeyboardInterrupt)) as caught:
         file.write(saved, NEW, LAYOUT)
     assert reached
-    assert str(caught.value) == f"cannot write checkpoint '{saved}': No space left on device"
-    assert isinstance(caught.value.__cause__, OSError)
+    if isinstance(error, OSError):
+        assert str(caught.value) == f"cannot write checkpoint '{saved}': No space left on device"
+        assert isinstance(caught.value.__cause__, OSError)
     assert os.listdir(saved.parent) == ["run.pt"]
     assert same(file.read(saved, LAYOUT), NEW if point == "replaced" else OLD)
     assert (sha256(saved) == before) == (point != "replaced")
-
-
-@pytest.mark.parametrize("point", ["writing", "replaced"])
-def test_an_interrupt_passes_and_leaves_the_old_file(saved: Path, monkeypatch: pytest.MonkeyPatch, point: str) -> None:
-    reached = at(point, fail_with(KeyboardInterrupt()), monkeypatch)
-    with pytest.raises(KeyboardInterrupt):
-        file.write(saved, NEW, LAYOUT)
-    assert reached
-    assert os.listdir(saved.parent) == ["run.pt"]
-    assert same(file.read(saved, LAYOUT), NEW if point == "replaced" else OLD)
-
-
-def test_what_torch_cannot_save_leaves_the_old_file(saved: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"torch\.save failed: .*uint4"):
-        file.write(saved, {"x": torch.empty(4, dtype=torch.uint4)}, LAYOUT)  # type: ignore[attr-defined]
-    assert os.listdir(saved.parent) == ["run.pt"]
-    assert same(file.read(saved, LAYOUT), OLD)
 
 
 # Forks, so that torch is imported once for all that die.
@@ -577,14 +558,10 @@ def test_a_killed_process_leaves_the_old_file_or_the_new_one(doomed: tuple[Path,
     file.write(path, NEW, LAYOUT)
     assert sorted(os.listdir(folder)) == ["reference", "run.pt"]
     assert same(file.read(path, LAYOUT), NEW)
-
-
-@pytest.mark.parametrize("name", ["full", "almost"])
-def test_a_file_that_may_not_grow_leaves_the_old_one(doomed: tuple[Path, list[str]], name: str) -> None:
-    folder, printed = doomed[0] / name, doomed[1]
-    assert f"cannot write checkpoint '{name}/run.pt': File too large" in printed
-    assert os.listdir(folder) == ["run.pt"]
-    assert same(file.read(folder / "run.pt", LAYOUT), OLD)
+    for name in ("full", "almost"):  # that may not grow
+        assert f"cannot write checkpoint '{name}/run.pt': File too large" in printed
+        assert os.listdir(doomed[0] / name) == ["run.pt"]
+        assert same(file.read(doomed[0] / name / "run.pt", LAYOUT), OLD)
 
 
 def test_the_temporary_file_of_a_living_process_stays(saved: Path) -> None:
@@ -740,80 +717,17 @@ def test_a_new_file_is_private_and_an_old_one_keeps_its_mode(saved: Path, monkey
     file.write(saved, NEW, LAYOUT)
     assert modes == [0o600]
     assert stat.S_IMODE(saved.stat().st_mode) == 0o664
-
-
-def test_a_replaced_file_does_not_run_as_its_owner(saved: Path) -> None:
     saved.chmod(0o6755)
     file.write(saved, NEW, LAYOUT)
-    assert stat.S_IMODE(saved.stat().st_mode) == 0o755
-
-
-NUMBERS = [np.float64(0.1), np.float32(0.1), np.int64(-3), np.uint8(3), np.bool_(True), np.str_("é")]
-
-
-@pytest.mark.parametrize("number", NUMBERS, ids=[type(number).__name__ for number in NUMBERS])
-def test_a_number_of_numpy_is_one_of_python(number: np.generic, tmp_path: Path) -> None:
-    state = written(tmp_path / "run.pt", {"x": [number], "keys": {number: None}})
-    assert same(state, {"x": [number.item()], "keys": {number.item(): None}})
-
-
-def test_an_optimizer_whose_options_are_numbers_of_numpy_is_saved(tmp_path: Path) -> None:
-    def sgd(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=np.float64(0.5))
-
-    with BatchOptimizer(nn.Linear(2, 1), nn.MSELoss(), optimizer=sgd) as opt:
-        opt.save(tmp_path / "run.pt")
-        opt.load_checkpoint(tmp_path / "run.pt")
-        assert opt.optimizer is not None and opt.optimizer.param_groups[0]["lr"] == 0.5
-
-
-def shared_lists(levels: int) -> list[Any]:
-    """A list that holds the same list twice, which holds the same list twice, …"""
-    found: list[Any] = [1.0]
-    for _ in range(levels):
-        found = [found, found]
-    return found
-
-
-def test_lists_in_lists_in_many_places_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"state\['x'\].* in too many places"):
-        file.write(tmp_path / "run.pt", {"x": shared_lists(60)}, LAYOUT)
-    assert not os.listdir(tmp_path)
-
-
-def test_a_list_in_some_places_is_copied_for_each(tmp_path: Path) -> None:
-    assert same(
-        written(tmp_path / "run.pt", {"x": shared_lists(5), "y": [()] * 3}), {"x": shared_lists(5), "y": [()] * 3}
-    )
-
-
-def test_a_small_file_of_lists_in_lists_is_refused_at_once(saved: Path) -> None:
-    content = torch.load(saved, weights_only=True)
-    content["state"] = {"x": shared_lists(90)}
-    torch.save(content, saved)
-    with pytest.raises(CheckpointError, match="holds the same list twice"):
-        file.read(saved, LAYOUT)
+    assert stat.S_IMODE(saved.stat().st_mode) == 0o755  # it does not run as its owner
 
 
 # Of earlier versions.
 
 
-def misfit(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """A term."""
-    loss: torch.Tensor = (module(x) - y).square().mean()
-    return loss
-
-
-def size(module: nn.Module, x: torch.Tensor, _: Any) -> torch.Tensor:
-    """Another term."""
-    loss: torch.Tensor = module(x).square().mean()
-    return loss
-
-
 @pytest.mark.skipif(torch.__version__ < "2.7", reason="dropout draws other numbers there")
-@pytest.mark.parametrize("parallelize", [1, 2])
 @pytest.mark.filterwarnings("ignore:'2' .BatchNorm1d. is in training mode")
-def test_a_checkpoint_of_version_0_1_0_is_gone_on_from(parallelize: int) -> None:
+def test_a_checkpoint_of_version_0_1_0_is_gone_on_from() -> None:
     """With batch normalisation, dropout, two terms and L-BFGS's memory: this version has this loss two steps later, and
     had 0.124871, as that one, with that one's first steps along the steepest descent (0.116157 with those that changed
     the largest parameter by 0.15 of it)."""
@@ -821,7 +735,7 @@ def test_a_checkpoint_of_version_0_1_0_is_gone_on_from(parallelize: int) -> None
     terms = {"data": Term(misfit), "size": Term(size, weight=0.5)}
     x = torch.linspace(-1, 1, 60, dtype=torch.float64).view(20, 3)
     batch = {"data": (x, x.prod(1, keepdim=True)), "size": x[::2]}
-    options: dict[str, Any] = {"chunk_size": 5, "seed": 3, "check_cut": False, "parallelize": parallelize}
+    options: dict[str, Any] = {"chunk_size": 5, "seed": 3, "check_cut": False, "parallelize": 2}
     with BatchOptimizer(module, terms=terms, **options) as opt:
         opt.load_checkpoint(Path(__file__).parent / "data" / "checkpoint-0.1.0.pt")
         assert opt.batch_counter == 2

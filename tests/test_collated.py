@@ -106,17 +106,3 @@ def test_samples_that_are_left_out_are_refused_unless_denominators_tell_what_cou
     with loaded(module, nn.MSELoss(), *data, **options) as opt:
         kept = y[:, 0] % 5 != 1
         assert opt.evaluate().item() == pytest.approx(nn.MSELoss()(module(x[kept]), y[kept]).item(), rel=1e-9)
-
-
-def test_a_mean_over_more_than_samples_is_warned_of_where_they_are_collated() -> None:
-    """One of torch's losses, too, means over the rows of what was collated (nodes, say)."""
-    samples = [torch.randn(1 + i % 4, 3).double() for i in range(12)]
-    targets = [torch.full((len(sample), 1), float(i)).double() for i, sample in enumerate(samples)]
-
-    def collate(pairs: list[Any]) -> Any:
-        return torch.cat([a for a, _ in pairs]), torch.cat([b for _, b in pairs])
-
-    options: dict[str, Any] = {"chunk_size": 6, "optimizer": None, "collate_fn": collate}
-    with BatchOptimizer(nn.Linear(3, 1).double(), nn.MSELoss(), **options) as opt:
-        with pytest.warns(UserWarning, match="pass `denominators`"):
-            opt.load(samples, targets)

@@ -12,10 +12,7 @@ import torch
 from torch import nn
 
 from batchopt import BatchoptError, BatchOptimizer, CheckpointError, LevenbergMarquardt, Term, WorkerError
-from batchopt.ignite.monitor import norm_by_size
 from batchopt.optim import CG, LBFGS, SVRG, SSBroyden
-from batchopt.optim.vector import Vector
-from batchopt_workers.data.layout import Layout
 from tests.workloads import difference
 
 EACH = pytest.mark.parametrize("parallelize", [1, 2])
@@ -82,41 +79,6 @@ class Waves(nn.Module):
         return (found + found.conj() @ second.mH @ second).abs()
 
 
-class Slopes(nn.Module):
-    """A function of sums of waves, by whose input it is differentiated in the residual."""
-
-    def __init__(self, pairs: bool) -> None:
-        super().__init__()
-        self.rate, self.weight = nn.Parameter(torch.tensor([0.7], dtype=torch.float64)), weights(7, pairs, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return ((1j * x).exp() * as_complex(self.weight)).sum(1).real.sin() * self.rate
-
-
-def differentiated(module: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    inputs = inputs.detach().requires_grad_()
-    (slope,) = torch.autograd.grad(module(inputs).sum(), inputs, create_graph=True)
-    return slope.sum(1) - targets[:, 0]
-
-
-class OneByOne(torch.autograd.Function):
-    """For which torch.func has no rule."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad.clone()
-
-
-class Ruleless(Waves):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = OneByOne.apply(super().forward(x))  # type: ignore[no-untyped-call]
-        return found
-
-
 Make = Callable[[bool], nn.Module]
 MSE: dict[str, Any] = {"criterion": nn.MSELoss()}
 CASES: dict[str, tuple[Make, dict[str, Any]]] = {
@@ -125,8 +87,6 @@ CASES: dict[str, tuple[Make, dict[str, Any]]] = {
     "frozen": (lambda pairs: Operator(pairs, frozen=True), MSE),
     "complex alone": (Waves, MSE),
     "a term": (lambda pairs: Operator(pairs), {"terms": {"a": Term(residual=difference, weight=3.0, loss="cauchy")}}),
-    "with derivatives": (Slopes, {"residual": differentiated}),
-    "row by row": (Ruleless, {"residual": difference}),
 }
 PAIR = pytest.mark.parametrize(("make", "options"), CASES.values(), ids=CASES)
 
@@ -192,19 +152,6 @@ def test_everything_is_as_for_real_pairs(make: Make, options: dict[str, Any], pa
             close(one, other[:, at] if other.dim() == 2 else other)
 
 
-@pytest.mark.sampled
-@PAIR
-def test_workers_have_the_bits_of_one(make: Make, options: dict[str, Any]) -> None:
-    found = []
-    for parallelize in (1, 2):
-        with loaded(make(False), options, parallelize=parallelize, chunk_size=5) as opt:
-            v = torch.linspace(-1.0, 1.0, len(opt.parameters), dtype=torch.float64)
-            found.append((opt.evaluate().item(), opt.grad_parameters.clone(), opt.hvp(v), opt.gauss_newton(v)))
-    (f, *vectors), (f_of_two, *of_two) = found
-    assert f == f_of_two
-    assert all(torch.equal(one, other) for one, other in zip(vectors, of_two, strict=True))
-
-
 def test_single_precision_and_every_number_in_its_place() -> None:
     module: Any = nn.ParameterList([torch.zeros(3), torch.ones(2, dtype=torch.complex64)])
     with opened(module, {"loss_fn": lambda m, x, y: (m[0].sum() - m[1].sum().conj() * 1j).abs()}) as opt:
@@ -227,12 +174,6 @@ def test_complex_numbers_are_aligned_behind_an_odd_number_of_real_ones() -> None
     )
     with opened(module, {"loss_fn": lambda m, x, y: m[1].abs().sum()}) as opt:
         assert [module[i].data_ptr() - opt.parameters.data_ptr() for i in range(3)] == [48, 0, 56]
-
-
-def test_views_elsewhere_than_in_main_memory() -> None:
-    layout = Layout.of([("a", torch.zeros(2, 3, dtype=torch.complex64)), ("b", torch.zeros(3))], torch.complex64)
-    views = layout.views(torch.zeros(layout.size, dtype=torch.float64, device="meta"))
-    assert [(view.dtype, tuple(view.shape)) for view in views] == [(torch.complex128, (2, 3)), (torch.float64, (3,))]
 
 
 # ---- parameters with other memory
@@ -340,17 +281,6 @@ def test_closures_of_plain_torch(name: str) -> None:
     close(fitted(name, False), fitted(name, True), 1e-7)
 
 
-def test_a_gradient_that_is_lazily_conjugate_is_read() -> None:
-    weight = nn.Parameter(torch.tensor([1 + 2j, 3 - 1j]))
-    (weight.conj() * torch.tensor([2j, 1j])).real.sum().backward()  # type: ignore[no-untyped-call]
-    assert weight.grad is not None
-    assert weight.grad.is_conj()
-    vector = Vector([weight])
-    found = vector.empty()
-    vector.read_gradient(found)
-    assert found.tolist() == torch.view_as_real(weight.grad.resolve_conj()).flatten().tolist()
-
-
 @EACH
 def test_hogwild_and_loss_train_complex_parameters(parallelize: int) -> None:
     module: Any = Operator(False)
@@ -368,22 +298,6 @@ def test_hogwild_and_loss_train_complex_parameters(parallelize: int) -> None:
 
 
 # ---- checkpoints
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("name", ["LBFGS", "LevenbergMarquardt", "Adam", "torch's LBFGS"])
-@pytest.mark.parametrize("workers", [(1, 2), (2, 1)])
-def test_a_run_goes_on_with_the_same_bits(name: str, workers: tuple[int, int], tmp_path: Path) -> None:
-    options = {**MSE, "chunk_size": 5, "optimizer": OPTIMIZERS[name]}
-    with opened(Operator(False), options, parallelize=workers[0]) as opt:
-        stepped(opt)
-        opt.save(tmp_path / "saved")
-        stepped(opt)
-        expected = opt.parameters.clone()
-    with opened(Operator(False), options, parallelize=workers[1]) as opt:
-        opt.load_checkpoint(tmp_path / "saved")
-        stepped(opt)
-        assert torch.equal(opt.parameters, expected)
 
 
 @pytest.mark.parametrize("pairs", [False, True])
@@ -414,35 +328,7 @@ def test_scipy_minimises_over_real_and_imaginary_parts() -> None:
         assert fitted.cost < found.fun
 
 
-def test_the_doctor_computes_in_double_precision() -> None:
-    module = Waves(False)
-    for parameter in module.parameters():
-        parameter.data = parameter.data.to(torch.complex64)
-    with opened(module, MSE) as opt:
-        report = opt.check(X.float(), Y.float())
-    assert report.healthy, str(report)
-
-
-def test_a_statistic_of_complex_numbers_is_of_both_parts() -> None:
-    assert norm_by_size(torch.tensor([3 + 4j, 3 - 4j])) == 5
-
-
 # ---- what is refused
-
-
-@pytest.mark.filterwarnings("ignore:ComplexHalf")
-@pytest.mark.parametrize(
-    ("dtypes", "message"),
-    [
-        ("float64 complex64", r"\('1' is complex\): beside complex64 there may be float32.*module\.double\(\)"),
-        ("complex64 complex128", r"\('0' is complex\).* p\.data = p\.data\.to\(dtype\)"),
-        ("float16 complex32", r"'1' is torch\.complex32; trainable ones must be .* complex128 or complex64"),
-    ],
-)
-def test_other_mixtures_are_refused(dtypes: str, message: str) -> None:
-    module: Any = nn.ParameterList([torch.zeros(1, dtype=getattr(torch, dtype)) for dtype in dtypes.split()])
-    with pytest.raises(ValueError, match=message):
-        opened(module, {"loss_fn": lambda m, x, y: m[0].abs().sum()})
 
 
 def test_residuals_and_losses_have_to_be_real() -> None:

@@ -15,12 +15,11 @@ import torch
 from torch import nn
 
 from batchopt import BatchOptimizer, Term, WorkerError
-from batchopt._function.checks import Drawn, decide_random, differs
-from batchopt_workers.tasks.cut_losses import SAMPLES, split, spread
 from tests.building import loaded
 from tests.workloads import Mlp, mlp, size
 
 TOKENS, PADDING = 5, -1
+SAMPLES = 8  # that are compared
 
 
 WAYS = pytest.mark.parametrize("options", [{"chunk_size": 4}, {"parallelize": 2}], ids=["chunks", "workers"])
@@ -99,22 +98,6 @@ def test_a_mean_over_tokens_is_warned_of(
     for remedy in ({"denominators": present}, {"check_cut": False}):
         with BatchOptimizer(module(), optimizer=None, **loss, **options, **remedy) as opt:
             assert said(opt, x, tags) == []
-
-
-def test_the_numbers_are_those_of_samples_from_everywhere() -> None:
-    x, tags = sentences()
-    module = tagger()
-    with BatchOptimizer(module, of_tokens, optimizer=None, parallelize=2) as opt:
-        (found,) = said(opt, x, tags)
-        part = opt._function.ready().batch.parts[0]
-    samples = spread(part, 8)
-    assert samples[0] == 0 and samples[-1] == len(x) - 1
-    samples = samples[::2] + samples[1::2]
-    x, tags = x[samples], tags[samples]
-    whole, one, two = (of_tokens(module(x[cut]), tags[cut]).item() for cut in (slice(0, 8), slice(0, 3), slice(3, 8)))
-    assert f"of 8 samples is {whole:.6f}"[:-1] in found
-    assert f"and {(3 * one + 5 * two) / 8:.6f}"[:-1] in found
-    assert "as the mean over 3 and 5" in found and "parallelize=1" in found
 
 
 def triplets(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -197,23 +180,6 @@ class Listed(torch.utils.data.Dataset[Any]):
 def test_a_dataset_that_is_sorted_hides_nothing_either(options: dict[str, Any]) -> None:
     with BatchOptimizer(tagger(), of_tokens, optimizer=None, **options) as opt:
         assert len(said(opt, Listed())) == 1
-
-
-@pytest.mark.parametrize("few", [2, 5, 8])
-def test_samples_are_spread_over_a_batch_and_the_extreme_ones_are_among_them(few: int) -> None:
-    targets = torch.zeros(1000)
-    targets[123], targets[777] = 9.0, -9.0
-    with loaded(nn.Linear(4, 1), nn.MSELoss(), torch.randn(1000, 4), targets[:, None]) as opt:
-        found = spread(opt._function.ready().batch.parts[0], few)
-    assert found == sorted(set(found)) and len(found) == few and found[0] == 0 and found[-1] == 999
-    assert few < 5 or {123, 777} <= set(found)
-
-
-def test_a_batch_of_one_sample_decides_nothing() -> None:
-    x, tags = sentences()
-    with BatchOptimizer(tagger(), of_tokens, optimizer=None, parallelize=2) as opt:
-        assert not any("in one forward" in warning for warning in said(opt, x[:1], tags[:1]))
-        assert any("in one forward" in warning for warning in said(opt, x, tags))
 
 
 @WAYS
@@ -302,16 +268,6 @@ def test_a_random_sum_is_told_from_a_mean(options: dict[str, Any]) -> None:
             assert said(opt, case.inputs, case.targets) == []
 
 
-def test_a_random_loss_is_judged_by_its_errors() -> None:
-    def off_by(*off: float) -> bool | None:
-        return decide_random([Drawn(1.0 - value, 0.5, 0.5) for value in off])
-
-    assert off_by(*[0.5, 0.52] * 4) is True
-    assert off_by(*[0.01, -0.01] * 4) is False
-    assert off_by(*[0.05, 0.06] * 4) is False  # a draw for each sample, of a loss that is not quite a mean
-    assert off_by(*[0.5, -0.4] * 4) is None
-
-
 def test_a_batch_is_compared_once_it_is_cut_also_after_a_check_and_batch_norm_is_blamed_alone() -> None:
     case = mlp()
     with BatchOptimizer(Mlp().double(), root, optimizer=None, chunk_size=20) as opt:
@@ -378,29 +334,6 @@ def test_it_leaves_no_trace(options: dict[str, Any]) -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize(
-    "samples, largest, parts", [(100, 50, (3, 5)), (2, 2, (1, 1)), (100, 1, (1, 1)), (5, 9, (1, 4))]
-)
-def test_few_samples_in_unequal_parts(samples: int, largest: int, parts: tuple[int, int]) -> None:
-    assert split(samples, largest) == parts
-
-
-@pytest.mark.parametrize(
-    "whole, one, two, differ",
-    [
-        (3.0, 1.0, 2.0, False),
-        (3.0, 1.0, 2.1, True),
-        (0.0, 0.0, 0.0, False),
-        (0.0, 1.0, -1.0 + 1e-9, False),
-        (math.nan, 1.0, 2.0, False),
-        (math.inf, 1.0, 2.0, False),
-        (1e-300, 1e-300, 1e-300, True),
-    ],
-)
-def test_what_differs_is_measured_by_the_parts(whole: float, one: float, two: float, differ: bool) -> None:
-    assert differs(Drawn(whole, one, two), 1e-6) is differ
-
-
 class Words(nn.Module):
     """Embeds words, and counts how often each is there in the gradient."""
 
@@ -442,24 +375,6 @@ def test_gradients_by_frequency_are_refused_where_the_batch_is_cut(kind: Any, wo
         refuses(opt.resize, 2)
     expected = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(module.parameters()))])
     torch.testing.assert_close(gradient, expected)
-
-
-def test_gradients_by_frequency_of_one_forward_each_and_those_that_are_asked_for_later() -> None:
-    def loss(module: nn.Module, words: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(module(words), labels)
-
-    with BatchOptimizer(Words(), nn.CrossEntropyLoss(), optimizer=None, collate_fn=stack) as opt:
-        opt.load(list(WORDS), list(LABELS))
-    with BatchOptimizer(Words(), terms={"a": Term(loss), "b": Term(loss)}, optimizer=None) as opt:
-        opt.load({"a": (WORDS, LABELS), "b": (WORDS[:3], LABELS[:3])})
-        refuses(opt.load, {"a": (list(WORDS), list(LABELS)), "b": (WORDS[:3], LABELS[:3])})
-    module = Words(by_freq=False)
-    with loaded(module, nn.CrossEntropyLoss(), WORDS, LABELS, parallelize=2) as opt:
-        module.words.scale_grad_by_freq = True
-        refuses(opt.load, WORDS, LABELS)
-        module.words.scale_grad_by_freq = False
-        opt.load(WORDS, LABELS)
-        opt.evaluate()
 
 
 PAIRS = [nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.PoissonNLLLoss, nn.HingeEmbeddingLoss, nn.KLDivLoss]

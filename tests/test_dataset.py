@@ -3,35 +3,20 @@
 from __future__ import annotations
 
 import os
-import threading
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import Dataset
 
-from batchopt import Batches, BatchOptimizer, NonFiniteError, Term, WorkerError
+from batchopt import Batches, BatchOptimizer, Term, WorkerError
 from batchopt._mapreduce.speeds import Speeds
 from tests.building import loaded
-from tests.workloads import Mlp, Noisy, Pairs, mean_square, mlp, reference
+from tests.workloads import Mlp, Noisy, Pairs, mlp, reference
 
 EACH = pytest.mark.parametrize("parallelize", [1, 2])
-
-
-class Listed(Dataset[Any]):
-    """Any items."""
-
-    def __init__(self, *items: Any) -> None:
-        self.items = items
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.items[index]
 
 
 class NeverHere(Pairs):
@@ -51,61 +36,6 @@ def check(opt: BatchOptimizer, data: Any, loss: float, gradient: torch.Tensor) -
 # Forms
 
 
-def test_items_are_pairs_or_inputs_alone_in_any_structure() -> None:
-    case = mlp()
-    x, y, half = case.inputs, case.targets, len(case.inputs) // 2
-    pairs: tuple[Dataset[Any], ...] = (
-        TensorDataset(x, y),
-        Subset(TensorDataset(x, y), range(len(x))),
-        ConcatDataset([Pairs(x[:half], y[:half]), TensorDataset(x[half:], y[half:])]),
-        Listed(*([a, b] for a, b in zip(x.numpy(), y.numpy(), strict=True))),
-    )
-    with BatchOptimizer(case.module, case.criterion, optimizer=None, chunk_size=7) as opt:
-        for data in pairs:
-            check(opt, data, *case.reference())
-
-    def loss_fn(module: nn.Module, inputs: Any, targets: Any) -> torch.Tensor:
-        assert targets is None
-        return nn.functional.mse_loss(module(inputs["x"]), inputs["y"])
-
-    with BatchOptimizer(case.module, loss_fn=loss_fn, optimizer=None, chunk_size=7) as opt:
-        check(opt, Listed(*({"x": a, "y": b} for a, b in zip(x, y, strict=True))), *case.reference())
-    with BatchOptimizer(case.module, mean_square, optimizer=None, chunk_size=7) as opt:
-        for alone in (Listed(*x), TensorDataset(x), Subset(TensorDataset(x), range(len(x)))):
-            check(opt, alone, *reference(case.module, mean_square, x, None))
-
-
-@EACH
-def test_a_collate_fn_gets_the_items_of_a_chunk_and_makes_inputs_and_targets(parallelize: int) -> None:
-    case = mlp()
-    items = [{"a": x, "b": y} for x, y in zip(case.inputs, case.targets, strict=True)]
-
-    def collate(samples: list[Any]) -> Any:
-        assert len(samples) <= 19  # an equal share, which the first measurement may be of
-        return torch.stack([sample["a"] for sample in samples]), torch.stack([sample["b"] for sample in samples])
-
-    options: dict[str, Any] = {"optimizer": None, "chunk_size": 3, "collate_fn": collate, "parallelize": parallelize}
-    with BatchOptimizer(case.module, case.criterion, **options) as opt:
-        check(opt, Listed(*items), *case.reference())
-
-
-def test_hooks_and_errors_have_the_positions_of_samples() -> None:
-    def posthook(worker: Any, sample: Any) -> Any:
-        return list(sample.indices), sample.options, sample.inputs[:, 0].tolist()
-
-    x, y = torch.randn(10, 6), torch.randn(10, 4)
-    options: dict[str, Any] = {"optimizer": None, "chunk_size": 4, "parallelize": 2, "posthook": posthook}
-    with BatchOptimizer(Mlp(), nn.MSELoss(), **options) as opt:
-        opt.load(Pairs(x, y), options=[f"o{i}" for i in range(10)])
-        opt.evaluate()
-        indices, given, inputs = (list(chain(*part)) for part in zip(*opt.hook_results, strict=True))
-        assert indices == list(range(10)) and given == [f"o{i}" for i in indices] and inputs == x[:, 0].tolist()
-        x[9, 2] = torch.nan
-        opt.load(Pairs(x, y))
-        with pytest.raises(NonFiniteError, match=r"loss is nan in chunk 2 \(sample 9\)"):
-            opt.evaluate()
-
-
 def test_batches_of_a_dataset_are_read_in_the_workers_and_have_the_bits_of_tensors() -> None:
     def run(data: Any) -> tuple[list[float], str]:
         torch.manual_seed(0)
@@ -117,18 +47,6 @@ def test_batches_of_a_dataset_are_read_in_the_workers_and_have_the_bits_of_tenso
     torch.manual_seed(1)
     x, y = torch.randn(52, 6), torch.randn(52, 4)
     assert run(NeverHere(x, y)) == run((x, y))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_the_bits_are_those_of_tensors_wherever_chunks_begin(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    module = nn.Linear(13, 5).to(dtype)
-    x, y = torch.randn(31, 13).to(dtype), torch.randn(31, 5).to(dtype)
-    for chunk_size in (1, 2, 5, 31):
-        with loaded(module, nn.MSELoss(), x, y, chunk_size=chunk_size) as opt:
-            expected, gradient = opt.evaluate().item(), opt.grad_parameters.clone()
-            opt.load(Pairs(x, y))
-            assert opt.evaluate().item() == expected and torch.equal(opt.grad_parameters, gradient)
 
 
 # What is kept
@@ -229,33 +147,6 @@ def test_draws_after_reading_are_those_of_a_reading_that_draws_nothing(paralleli
 
 
 @EACH
-@pytest.mark.filterwarnings("ignore:1 chunk for 2 workers")
-@pytest.mark.parametrize("chunk_size", [None, 5])
-def test_weights_of_classes_and_of_entries_are_exact(parallelize: int, chunk_size: int | None) -> None:
-    torch.manual_seed(0)
-    module = nn.Linear(3, 4).double()
-    x, y, weight = torch.randn(12, 3).double(), torch.randint(0, 4, (12,)), torch.tensor([0.0, 1.0, 0.3, 2.0]).double()
-    shares = torch.rand(12, 4).double().softmax(1)
-    cases: list[tuple[nn.Module, torch.Tensor]] = [
-        (nn.CrossEntropyLoss(weight=weight), y),
-        (nn.CrossEntropyLoss(weight=weight), shares),
-        (nn.CrossEntropyLoss(weight=weight, ignore_index=3), y),
-        (nn.CrossEntropyLoss(weight=weight, label_smoothing=0.1), y),
-        (nn.CrossEntropyLoss(weight=weight, label_smoothing=0.1), shares),
-        (nn.CrossEntropyLoss(weight=weight, reduction="sum", ignore_index=1), y),
-        *((nn.BCEWithLogitsLoss(weight=torch.rand(shape).double()), shares) for shape in ((12, 4), (12, 1), (4,))),
-        # as many entries as samples
-        *((nn.BCEWithLogitsLoss(weight=torch.rand(shape).double()), shares[:4]) for shape in ((4, 4), (4, 1), (4,))),
-    ]
-    for criterion, targets in cases:
-        inputs = x[: len(targets)]
-        expected = reference(module, criterion, inputs, targets)
-        with BatchOptimizer(module, criterion, optimizer=None, chunk_size=chunk_size, parallelize=parallelize) as opt:
-            check(opt, Pairs(inputs, targets), *expected)
-            check(opt, TensorDataset(inputs, targets), *expected)
-
-
-@EACH
 def test_denominators_are_asked_for_once_chunk_by_chunk(parallelize: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
     module, criterion = nn.Conv1d(3, 4, 1).double(), nn.CrossEntropyLoss()
@@ -286,36 +177,6 @@ def test_denominators_are_asked_for_once_chunk_by_chunk(parallelize: int, tmp_pa
 
 
 @EACH
-def test_batches_that_are_read_ahead_have_their_denominators_too(parallelize: int) -> None:
-    torch.manual_seed(0)
-    x, y, weight = torch.randn(60, 3).double(), torch.randint(0, 4, (60,)), torch.rand(4).double()
-
-    def run(data: Any) -> list[float]:
-        torch.manual_seed(1)
-        criterion = nn.CrossEntropyLoss(weight=weight)
-        options: dict[str, Any] = {"optimizer": "sgd", "chunk_size": 4, "parallelize": parallelize}
-        with BatchOptimizer(nn.Linear(3, 4).double(), criterion, **options) as opt:
-            loss, _ = opt.full_gradient(Batches(data, 25))
-            return [loss, *opt.steps(Batches(data, 20, shuffle=True))]
-
-    assert run(Pairs(x, y)) == run((x, y))
-
-
-def test_denominators_that_are_none_are_one_error() -> None:
-    case = mlp()
-    for function, kind, message in (
-        (lambda x, y: y, ValueError, "`denominators` must return one number a sample"),
-        (lambda x, y: torch.full((len(x),), -1.0), ValueError, "finite numbers >= 0"),
-        (lambda x, y: torch.ones(2), WorkerError, r"the function returned `result` of shape \(2,\)"),
-        (lambda x, y: "no", WorkerError, "TypeError|RuntimeError"),
-    ):
-        with BatchOptimizer(case.module, case.criterion, denominators=function, chunk_size=5) as opt:
-            with pytest.raises(kind, match=message):
-                opt.load(Pairs(case.inputs, case.targets))
-            assert opt.batch_counter == 0
-
-
-@EACH
 def test_a_target_that_is_ignored_is_named(parallelize: int) -> None:
     torch.manual_seed(0)
     module, criterion = nn.Linear(3, 4).double(), nn.CrossEntropyLoss(ignore_index=2)
@@ -330,124 +191,7 @@ def test_a_target_that_is_ignored_is_named(parallelize: int) -> None:
             opt.evaluate()
 
 
-def test_the_doctor_examines_a_dataset() -> None:
-    case = mlp()
-    with BatchOptimizer(case.module.float(), case.criterion, parallelize=2) as opt:
-        diagnosis = opt.check(Pairs(case.inputs.float(), case.targets.float()))
-        assert diagnosis.healthy, diagnosis
-        assert "torch.float64" in str(diagnosis)
-
-
-@EACH
-def test_all_that_stands_on_a_batch_takes_a_dataset(parallelize: int) -> None:
-    torch.manual_seed(0)
-    module, weight = nn.Linear(3, 4).double(), torch.rand(4).double()
-    x, y = torch.randn(24, 3).double(), torch.randint(0, 4, (24,))
-    data, criterion = Pairs(x, y), nn.CrossEntropyLoss(weight=weight)
-
-    def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> float:
-        return (outputs.argmax(1) == targets).double().mean().item()
-
-    with BatchOptimizer(module, criterion, optimizer=None, chunk_size=5, parallelize=parallelize) as opt:
-        v = torch.randn(len(opt.parameters), 2).double()
-        points = torch.stack([opt.parameters, opt.parameters * 0.5])
-        assert torch.equal(opt.predict(data), opt.predict(x))
-        assert opt.score(data, accuracy) == opt.score((x, y), accuracy)
-        assert torch.equal(opt.input_gradients(data), opt.input_gradients(x, y))
-        opt.keep_outputs = True
-        found = []
-        for batch in ((data,), (x, y)):
-            opt.load(*batch)
-            opt.evaluate()
-            f, slopes = opt.evaluate_many(points, gradients=True)
-            found.append([opt.outputs(), opt.hvp(v), opt.input_gradients(), f, slopes])
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-
-
 # What cannot be
-
-
-class WithoutLength(Dataset[Any]):
-    """Says nothing about how many there are."""
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.ones(6)
-
-
-class Stream(IterableDataset[Any]):
-    """Has a length, and no index."""
-
-    def __len__(self) -> int:
-        return 3
-
-    def __iter__(self) -> Any:
-        return iter(torch.ones(3, 6))
-
-
-class Locked(Pairs):
-    """Cannot be pickled."""
-
-    def __init__(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
-        super().__init__(inputs, targets)
-        self.lock = threading.Lock()
-
-
-X, Y = torch.ones(4, 6), torch.ones(4, 4)
-
-
-@pytest.mark.parametrize(
-    ("given", "error", "message"),
-    [
-        ((WithoutLength(),), TypeError, "^a dataset must be map-style, .*; WithoutLength has no `__len__`: use a Data"),
-        ((Stream(),), TypeError, "; Stream is an IterableDataset, whose samples have no index: use a DataLoader"),
-        ((Listed(),), ValueError, "^the batch has 0 samples"),
-        ((Pairs(X, Y), Y), ValueError, "`targets` of a Dataset come with its items"),
-        ((X, Pairs(X, Y)), TypeError, "got Pairs: a dataset takes the place of inputs and targets"),
-        ((Pairs(X, Y), None, [1, 2]), ValueError, "`inputs` has 4 samples but `options` has 2"),
-        ((DataLoader(Pairs(X, Y)),), TypeError, r"got DataLoader: .*opt\.steps\(loader\).* loader\.dataset, which the"),
-        ((Batches(X, 2),), TypeError, r"got Batches: `for loss in opt\.steps\(batches\)` steps on each"),
-        ((Locked(X, Y),), TypeError, r"^the batch cannot be sent to worker processes: it captures .*\.lock"),
-    ],
-)
-def test_what_is_no_batch_is_named(given: tuple[Any, ...], error: type[Exception], message: str) -> None:
-    with BatchOptimizer(Mlp(), nn.MSELoss(), parallelize=2) as opt:
-        with pytest.raises(error, match=message):
-            opt.load(*given)
-        opt.step(X, Y)
-
-
-def test_a_term_names_the_dataset_that_is_none() -> None:
-    with BatchOptimizer(Mlp(), terms={"a": Term(lambda module, x, y: module(x).mean())}, optimizer=None) as opt:
-        with pytest.raises(TypeError, match=r"^term 'a': a dataset must be map-style"):
-            opt.load({"a": WithoutLength()})
-
-
-@EACH
-@pytest.mark.parametrize(
-    ("items", "message"),
-    [
-        (
-            [(X[0], Y[0], 1)] * 4,
-            "ValueError in worker 0, sample.*items of a dataset must be .input, target. or an input",
-        ),
-        ([(X[0], Y[0]), (X[0, :5], Y[0])] * 2, "RuntimeError in worker 0, sample.*equal size"),
-        ([(X[0], object())] * 4, "TypeError in worker 0, sample.*default_collate: batch must contain"),
-    ],
-)
-def test_items_that_cannot_be_collated_are_one_error(parallelize: int, items: list[Any], message: str) -> None:
-    speeds = [1.0, 0.0][:parallelize]
-    with loaded(Mlp(), nn.MSELoss(), Listed(*items), parallelize=parallelize, speeds=speeds) as opt:
-        with pytest.raises(WorkerError, match=message):
-            opt.evaluate()
-
-
-def test_a_worker_that_reads_for_long_is_waited_for() -> None:
-    case = mlp()
-    with BatchOptimizer(case.module, case.criterion, optimizer=None, parallelize=2) as opt:
-        backend: Any = opt._function.workers.backend
-        for batch, reading in (((Pairs(case.inputs, case.targets),), True), ((case.inputs, case.targets), False)):
-            opt.load(*batch)
-            assert backend._subjects[False].is_read is reading
 
 
 def weighing(weight: Any) -> dict[str, Any]:

@@ -175,58 +175,6 @@ def test_two_iterations_at_a_time_are_found_out() -> None:
         next(one)
 
 
-@pytest.mark.parametrize(
-    ("state", "message"),
-    [
-        ({"length": 11}, "`length` was 11 where this state was saved, and is 10 here"),
-        ({"seed": 4}, "`seed` was 4 "),
-        ({"batch_size": 4}, "`batch_size` was 4 "),
-        ({"shuffle": 0}, "`shuffle` was 0 "),
-        ({"index": 4}, "`index` of a state must be less than the 4 batches of an epoch, got 4"),
-        ({"epoch": -1}, "`epoch` of a state must be an int >= 0, got -1"),
-        ({"epoch": 1.0}, "`epoch` of a state must be an int >= 0, got 1.0"),
-        ({"more": 1}, "has the entries .* got .*'more'"),
-    ],
-)
-def test_a_state_of_other_data_is_refused_by_name(state: dict[str, Any], message: str) -> None:
-    batches = Batches(Y, 3, shuffle=True)
-    next(iter(batches))
-    before = batches.state_dict()
-    with pytest.raises(ValueError, match=message):
-        batches.load_state_dict({**before, **state})
-    assert batches.state_dict() == before
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda: Batches(Y, 0), ValueError, "`batch_size` must be >= 1, got 0"),
-        (lambda: Batches(Y, 2.5), TypeError, "`batch_size` must be an int"),  # type: ignore[arg-type]
-        (lambda: Batches(Y, seed=-1), ValueError, "`seed` must be >= 0"),
-        (lambda: Batches(Y, shuffle=1), TypeError, "`shuffle` must be True or False"),  # type: ignore[arg-type]
-        (lambda: Batches((X, Y[:9])), ValueError, r"`data\[0\]` has 10 samples but `data\[1\]` has 9"),
-        (lambda: Batches(Y[:0]), ValueError, "`data` has 0 samples"),
-        (lambda: Batches([]), ValueError, "`data` has 0 samples"),
-        (lambda: Batches(torch.tensor(1.0)), ValueError, "`data` has no dimension of samples"),
-        (lambda: Batches(Y, 20, drop_last=True), ValueError, "drop_last=True leaves them out"),
-        (lambda: Batches(Y, collate_fn=list), ValueError, "`collate_fn` is for lists of samples and datasets"),
-        (lambda: Batches(Endless()), TypeError, "Endless is an IterableDataset, whose samples have no"),
-        (lambda: Batches(iter([1])), TypeError, "got list_iterator, which can be iterated over once only"),
-        (lambda: Batches(5), TypeError, "got int, which cannot be iterated over"),
-        (
-            lambda: Batches(DataLoader(Pairs(X, Y)), 3),
-            ValueError,
-            r"`batch_size` cannot be given for a loader \(DataLoad",
-        ),
-        (lambda: Batches(DataLoader(Pairs(X, Y)), shuffle=True), ValueError, "`shuffle` cannot be given for a loader"),
-        (lambda: Batches(DataLoader(Pairs(X, Y)), seed=3), ValueError, "`seed` cannot be given for a loader"),
-    ],
-)
-def test_wrong_arguments_are_named(make: Callable[[], Batches], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        make()
-
-
 # In steps
 
 
@@ -356,18 +304,6 @@ def test_another_batch_between_two_steps_changes_nothing(parallelize: int) -> No
             return losses
 
     assert run(looks=True) == run(looks=False)
-
-
-def test_the_full_gradient_is_of_the_whole_epoch_and_moves_nothing() -> None:
-    x, y = data()
-    with optimizer(1) as opt:
-        opt.module.eval()
-        batches = Batches((x, y), 15, shuffle=True)
-        next(iter(batches))
-        before = batches.state_dict()
-        loss, _ = opt.full_gradient(batches)
-        assert loss == pytest.approx(nn.functional.mse_loss(opt.module(x), y).item(), rel=1e-12)
-        assert batches.state_dict() == before
 
 
 @EACH

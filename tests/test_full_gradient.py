@@ -8,13 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from batchopt import BatchoptError, BatchOptimizer, NonFiniteError, Term
-from batchopt._function.derivatives import Total
-from batchopt_workers.map.weighting import Weighting
 from tests.workloads import Workload, logistic, misfit, mlp, rnn
 
 WORKERS = pytest.mark.parametrize("parallelize", [1, 2])
@@ -67,15 +63,6 @@ def test_twice_the_same_bits_and_for_any_number_of_workers() -> None:
 
     assert len(set().union(*(bits(torch.float32, parallelize=n, chunk_size=2) for n in (1, 2, 3)))) == 1
     assert len(bits(torch.float64, parallelize=2, speeds=[1, 2])) == 1
-
-
-@WORKERS
-def test_a_loader_and_a_generator(parallelize: int) -> None:
-    work = mlp()
-    data = torch.utils.data.TensorDataset(work.inputs, work.targets)
-    with BatchOptimizer(work.module, work.criterion, parallelize=parallelize) as opt:
-        for source in (torch.utils.data.DataLoader(data, batch_size=7), iter(batches(work, 7))):
-            agrees(opt, source, *work.reference())
 
 
 def test_batches_in_which_nothing_counts_add_nothing_or_are_an_error() -> None:
@@ -147,16 +134,3 @@ def test_what_goes_wrong_leaves_counters_and_parameters(parallelize: int) -> Non
             opt.full_gradient(failing())
         assert opt.fingerprint() == before
         assert opt.full_gradient(batches(work, 10))[0] == pytest.approx(work.reference()[0], rel=1e-12)
-
-
-@given(st.lists(st.tuples(st.integers(1, 9), st.floats(-1e3, 1e3)), min_size=1), st.sampled_from(["mean", "sum"]))
-def test_means_count_by_their_size_and_sums_add_up(parts: list[tuple[int, float]], reduction: str) -> None:
-    total = Total(torch.zeros(1))
-    for size, mean in parts:
-        total.add(mean, torch.tensor([mean]), Weighting(reduction, size))
-    loss, gradient = total.whole()
-    counts = [size if reduction == "mean" else 1 for size, _ in parts]
-    right = sum(c * mean for c, (_, mean) in zip(counts, parts, strict=True))
-    right /= sum(counts) if reduction == "mean" else 1
-    assert loss == pytest.approx(right, rel=1e-9, abs=1e-9)
-    assert gradient.item() == pytest.approx(right, rel=1e-5, abs=1e-3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -226,23 +225,3 @@ def test_points_are_drawn_alike_at_any_scale(size: float) -> None:
             return resample(opt, "a", X, samples=9, k=2.0, c=0.0)
 
     assert torch.equal(drawn(size), drawn(1.0))
-
-
-@pytest.mark.sampled
-@EACH
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_residuals_without_terms(parallelize: int, reduction: str) -> None:
-    few = partial(LevenbergMarquardt, max_iter=3)
-
-    def found(**options: Any) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-        with BatchOptimizer(module, parallelize=parallelize, chunk_size=7, optimizer=few, **options) as opt:
-            opt.load(X, Y)
-            first = [opt.evaluate(), opt.grad_parameters.clone(), opt.normal().matrix, opt.residuals()]
-            opt.step(X, Y)
-            return [*first, opt.parameters.clone()]
-
-    criterion = found(criterion=nn.MSELoss(reduction=reduction))
-    for one, two in zip(found(residual=lambda m, x, y: m(x) - y, reduction=reduction), criterion, strict=True):
-        torch.testing.assert_close(one, two)

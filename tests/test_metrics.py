@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import subprocess
 import sys
 import warnings
@@ -15,7 +14,7 @@ import pytest
 import sklearn.metrics
 import torch
 
-from batchopt._function.prediction import read_metrics, values
+from batchopt import BatchOptimizer
 
 SAMPLES, CLASSES = 1000, 5
 
@@ -42,8 +41,23 @@ def torchmetrics() -> ModuleType:
     return torchmetrics
 
 
-def measured(metrics: Any, outputs: Any, targets: Any) -> Any:
-    return values(read_metrics(metrics), outputs, targets)
+class Given(torch.nn.Module):
+    """Whose outputs are its inputs."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.one = torch.nn.Parameter(torch.ones((), dtype=dtype))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs * self.one
+
+
+def measured(metrics: Any, outputs: torch.Tensor, targets: torch.Tensor) -> Any:
+    with BatchOptimizer(Given(outputs.dtype), torch.nn.MSELoss(), optimizer=None, chunk_size=300) as opt:
+        return opt.score((outputs, targets), metrics)
+
+
+ANY = torch.zeros(2), torch.zeros(2)
 
 
 def same(one: Any, two: Any) -> bool:
@@ -87,20 +101,16 @@ def test_a_function_is_called_with_outputs_and_targets(data: tuple[torch.Tensor,
     assert same(found["loss"], torch.nn.functional.cross_entropy(*data).item())
 
 
-def test_a_metric_alone_returns_its_value(data: tuple[torch.Tensor, torch.Tensor]) -> None:
-    assert same(measured(accuracy, *data), accuracy(*data).item())
-
-
 @pytest.mark.parametrize(
     "number", [3, True, 3.0, np.float32(3), np.array(3), torch.tensor(3), torch.tensor(3.0)], ids=repr
 )
 def test_one_number_is_a_float(number: Any) -> None:
-    assert same(measured(lambda outputs, targets: number, None, None), float(number))
+    assert same(measured(lambda outputs, targets: number, *ANY), float(number))
 
 
 @pytest.mark.parametrize("value", [torch.ones(1), np.ones(2), {"a": torch.tensor(1.0)}, "text", None, 1j], ids=repr)
 def test_anything_else_is_what_the_metric_returns(value: Any) -> None:
-    assert measured(lambda outputs, targets: value, None, None) is value
+    assert measured(lambda outputs, targets: value, *ANY) is value
 
 
 # Objects
@@ -112,7 +122,7 @@ def test_an_object_is_reset_and_updated_once(data: tuple[torch.Tensor, torch.Ten
     assert same(measured(metric, *data), data[0].mean().item())
     assert metric.calls == ["update", "reset", "update", "compute"]
     ((outputs, targets),) = metric.seen
-    assert outputs is data[0] and targets is data[1]
+    assert torch.equal(outputs, data[0]) and torch.equal(targets, data[1])
 
 
 @pytest.mark.parametrize("name", ["Accuracy", "AUROC", "ConfusionMatrix", "CalibrationError", "F1Score"])
@@ -162,21 +172,6 @@ def test_those_of_ignite(ignite: ModuleType, data: tuple[torch.Tensor, torch.Ten
     assert np.array_equal(metric.compute(), expected)
 
 
-def test_ignites_arithmetic_and_transforms(ignite: ModuleType, data: tuple[torch.Tensor, torch.Tensor]) -> None:
-    def f1() -> Any:
-        precision, recall = ignite.Precision(average=False), ignite.Recall(average=False)
-        return (2 * precision * recall / (precision + recall)).mean()
-
-    metric = f1()
-    for _ in range(2):
-        assert same(measured(metric, *data), by_engine(f1(), data))
-
-    def halves() -> Any:
-        return ignite.Accuracy(output_transform=lambda output: (output[0][::2], output[1][::2]))
-
-    assert same(measured(halves(), *data), by_engine(halves(), data))
-
-
 def test_one_of_ignite_stays_attached_to_the_users_engine(
     ignite: ModuleType, data: tuple[torch.Tensor, torch.Tensor]
 ) -> None:
@@ -198,76 +193,20 @@ def test_a_function_of_sklearn_gets_arrays_and_what_is_true_first(dtype: torch.d
     targets = outputs.double() * 2 + torch.randn(SAMPLES, generator=generator, dtype=torch.float64)
     true, predicted = targets.numpy(), (outputs.float() if dtype == torch.bfloat16 else outputs).numpy()
     expected = float(sklearn.metrics.r2_score(true, predicted))
-    assert same(measured(sklearn.metrics.r2_score, outputs.requires_grad_(), targets), expected)
+    assert same(measured(sklearn.metrics.r2_score, outputs, targets), expected)
     assert expected != sklearn.metrics.r2_score(predicted, true)
-
-
-def test_options_of_a_function_of_sklearn(data: tuple[torch.Tensor, torch.Tensor]) -> None:
-    classes, targets = data[0].argmax(1), data[1]
-    metrics = {
-        "f1": functools.partial(sklearn.metrics.f1_score, average="macro"),
-        "confusion": sklearn.metrics.confusion_matrix,
-        "top": lambda outputs, targets: sklearn.metrics.accuracy_score(targets, outputs),
-    }
-    found = measured(metrics, classes, targets)
-    assert same(found["f1"], float(sklearn.metrics.f1_score(targets.numpy(), classes.numpy(), average="macro")))
-    assert np.array_equal(found["confusion"], sklearn.metrics.confusion_matrix(targets.numpy(), classes.numpy()))
-    assert same(found["top"], accuracy(*data).item())
+    pinball = functools.partial(sklearn.metrics.mean_pinball_loss, alpha=0.1)
+    assert same(measured({"pinball": pinball}, outputs, targets), {"pinball": float(pinball(true, predicted))})
 
 
 # What is none
 
 
-class Half:
-    """An update without an end."""
-
-    def update(self, preds: torch.Tensor, target: torch.Tensor) -> None: ...
-
-
-REFUSED: dict[str, tuple[Any, str]] = {
-    "text": ("accuracy", r"`metrics` is not a metric: got 'accuracy' of type str; a metric is a function"),
-    "nothing": (None, r"`metrics` is not a metric: got None of type NoneType"),
-    "within a dict": ({"fine": accuracy, "bad": 3}, r"`metrics\['bad'\]` is not a metric: got 3 of type int"),
-    "a list": ([accuracy], r"`metrics` is a list: give a dict, with a name for each"),
-    "a class": ({"c": Counted}, r"`metrics\['c'\]` is a class, not a metric: make an object of it, Counted\(\.\.\.\)"),
-    "no compute": (Half(), r"`metrics` is not a metric: got <.*Half.* of type Half"),
-    "no name": ({"": accuracy}, r"names of `metrics` must be strings that are not empty; got ''"),
-    "a number as name": ({1: accuracy}, r"names of `metrics` must be strings that are not empty; got 1"),
-    "a scorer": (
-        sklearn.metrics.make_scorer(sklearn.metrics.f1_score, average="macro"),
-        r"`metrics` is a scorer of scikit-learn, make_scorer\(f1_score.*give the function that it is made of",
-    ),
-    "no comparison": (
-        {"s": sklearn.metrics.silhouette_score},
-        r"`metrics\['s'\]` is sklearn's silhouette_score, which does not begin with y_true",
-    ),
-}
-
-
-@pytest.mark.parametrize(("metrics", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_is_no_metric_is_named(metrics: Any, message: str) -> None:
-    with pytest.raises(TypeError, match=message):
-        read_metrics(metrics)
-
-
-def test_there_must_be_one() -> None:
-    with pytest.raises(ValueError, match="`metrics` is empty"):
-        read_metrics({})
-
-
-def test_what_a_metric_raises_is_raised(data: tuple[torch.Tensor, torch.Tensor]) -> None:
-    with pytest.raises(ZeroDivisionError):
-        measured(lambda outputs, targets: 1 / 0, *data)
-
-
-def test_not_a_number_is_a_number() -> None:
-    assert math.isnan(measured(lambda outputs, targets: torch.tensor(math.nan), None, None))
-
-
 @pytest.mark.slow
 def test_no_library_is_imported_for_a_function() -> None:
     program = (
-        "import sys, batchopt._function.prediction as m; m.values(m.read_metrics(lambda x, y: 1), 0, 0); "
+        "import sys, torch, batchopt; x = torch.ones(2, 1); "
+        "batchopt.BatchOptimizer(torch.nn.Linear(1, 1), torch.nn.MSELoss()).score((x, x), lambda x, y: 1); "
         "print([name for name in ('ignite', 'torchmetrics', 'sklearn') if name in sys.modules])"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)

@@ -7,32 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from batchopt import BatchOptimizer, NonFiniteError, Term, WorkerError
-from batchopt_workers.data.structures import all_finite
-
-DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-
-
-@DTYPES
-@given(st.lists(st.floats(width=16), max_size=50))
-@settings(deadline=None, max_examples=50)
-def test_a_gradient_is_finite_if_each_of_its_numbers_is(dtype: torch.dtype, numbers: list[float]) -> None:
-    assert all_finite(torch.tensor(numbers, dtype=dtype)) == all(map(math.isfinite, numbers))
-
-
-@DTYPES
-@pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_a_sum_that_overflows_may_have_finite_terms(dtype: torch.dtype, sign: float) -> None:
-    gradient = torch.full((1000,), sign * torch.finfo(dtype).max, dtype=dtype)
-    assert math.isinf(gradient.sum().item())
-    assert all_finite(gradient)
-    for gradient[500] in (math.nan, math.inf, -math.inf):
-        assert not all_finite(gradient)
-
 
 # ---- exceptions that mean so
 

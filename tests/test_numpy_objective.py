@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,10 +12,10 @@ import scipy.optimize
 import torch
 from torch import nn
 
-from batchopt import BatchoptError, BatchOptimizer, NonFiniteError, WorkerError
+from batchopt import BatchOptimizer, NonFiniteError, WorkerError
 from tests.backends.least_squares_contract import DATA, flow, reference, terms
 from tests.building import loaded, on
-from tests.workloads import Mlp, Workload, burgers, logistic, mlp
+from tests.workloads import Mlp, Workload, logistic, mlp
 
 WORKERS = pytest.mark.parametrize("parallelize", [1, 2])
 
@@ -116,56 +115,6 @@ def test_the_last_point_is_remembered_until_another_batch_is_loaded() -> None:
         assert opt.eval_counter == 4
         opt.load(work.inputs[:10], work.targets[:10])
         assert objective(x) != pytest.approx(value, rel=1e-3)
-
-
-def test_an_objective_keeps_no_batch_alive() -> None:
-    work = mlp()
-    with on(work) as opt:
-        objective = opt.objective()
-        objective(objective.x0)
-        opt.load(work.inputs[:5], work.targets[:5])
-        gc.collect()
-        assert objective._last is not None and objective._last.batch() is None
-
-
-def test_a_batch_is_needed() -> None:
-    work = mlp()
-    opt = BatchOptimizer(work.module, work.criterion)
-    objective = opt.objective()
-    x = objective.x0
-    for call in (objective, objective.gradient, objective.value_and_grad, lambda x: objective.hvp(x, x)):
-        with pytest.raises(BatchoptError, match="no batch was loaded"):
-            call(x)
-    opt.load(work.inputs, work.targets)
-    objective(x)
-    opt.resize(1)
-    with pytest.raises(BatchoptError, match="no batch was loaded"):
-        objective(x)
-    opt.close()
-    with pytest.raises(BatchoptError, match="this BatchOptimizer was closed: build a new one"):
-        objective(x)
-
-
-@pytest.mark.parametrize(
-    "x, error, message",
-    [
-        (np.zeros(102), ValueError, r"`x` must have shape \(103,\), as `x0`; got \(102,\)"),
-        (np.zeros((1, 103)), ValueError, r"got \(1, 103\)"),
-        (1.0, ValueError, r"got \(\)"),
-        (np.zeros(103, dtype=complex), TypeError, "real numbers.* complex128"),
-        (["a"] * 103, TypeError, "real numbers"),
-        (np.full(103, 1e300), ValueError, "not a finite number of torch.float32"),
-    ],
-)
-def test_points_that_cannot_be(x: Any, error: type[Exception], message: str) -> None:
-    with on(mlp(torch.float32)) as opt:
-        objective = opt.objective()
-        for call in (objective, objective.gradient, objective.assign, lambda x: objective.hvp(x, objective.x0)):
-            with pytest.raises(error, match=message):
-                call(x)
-        if "finite" not in message:  # else the product is NaN
-            with pytest.raises(error, match=message.replace("`x`", "`v`")):
-                objective.hvp(objective.x0, x)
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
@@ -293,12 +242,6 @@ def test_bounds_hold() -> None:
         assert np.abs(objective.gradient(found.x)[free]).max() < 1e-3
 
 
-def test_scipys_check_of_gradients_is_content() -> None:
-    with on(burgers()) as opt:
-        objective = opt.objective()
-        assert scipy.optimize.check_grad(objective, objective.gradient, objective.x0) < 1e-5
-
-
 @pytest.mark.parametrize("method", ["bfgs", "l-bfgs", "cg"])
 def test_a_torch_optimizer_of_another_library_finds_the_minimum(method: str) -> None:
     torchmin = pytest.importorskip("torchmin")
@@ -374,13 +317,6 @@ def test_scipy_takes_it_with_bounds_and_robust_losses(products: bool) -> None:
         assert np.abs(found.x).max() <= 4
         rest = torch.arange(60) != 7
         assert (opt.predict(x) - y)[rest].abs().max() < 0.3
-
-
-def test_where_f_is_no_sum_of_squares() -> None:
-    with loaded(Mlp(), nn.L1Loss(), torch.randn(4, 6), torch.randn(4, 4)) as opt:
-        f = opt.objective()
-        with pytest.raises(ValueError, match="f is not known to be a sum of squares"):
-            f.least_squares().fun(f.x0)
 
 
 class Frozen(nn.Module):

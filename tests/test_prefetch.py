@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import select
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -12,33 +11,14 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from batchopt import Batches, BatchOptimizer, WorkerError
-from batchopt._data.prefetch import Ahead, as_arguments
-from batchopt.backends.process.backend import ProcessBackend
 from batchopt.ignite import create_trainer, fit
 
 
 class Pair(NamedTuple):
     """A batch of one structure."""
 
-    first: int
-    second: int
-
-
-def test_each_item_is_prepared_once_and_in_order() -> None:
-    prepared: list[int] = []
-
-    def prepare(item: int) -> int:
-        prepared.append(item)
-        return 10 * item
-
-    ahead = Ahead(range(3), prepare)
-    assert next(ahead) == 0 and prepared == [0]
-    ahead.fetch()
-    ahead.fetch()
-    assert prepared == [0, 1]
-    assert list(ahead) == [10, 20]
-    ahead.fetch()
-    assert list(ahead) == [] and prepared == [0, 1, 2]
+    first: Any
+    second: Any
 
 
 class Stops(Dataset[Any]):
@@ -83,14 +63,25 @@ def test_stop_iteration_out_of_user_code_is_no_end_of_the_data(read: Any, parall
             list(read(opt))
 
 
-def test_what_a_loader_yields() -> None:
-    assert as_arguments([1, 2]) == (1, 2, None)
-    assert as_arguments((1,)) == (1, None, None)
-    assert as_arguments((1, 2, 3)) == (1, 2, 3)
-    assert as_arguments({"a": 1}) == ({"a": 1}, None, None)
-    assert as_arguments(Pair(1, 2)) == (Pair(1, 2), None, None)
-    with pytest.raises(ValueError, match="got 4 items"):
-        as_arguments((1, 2, 3, 4))
+@pytest.mark.parametrize("batch", [[0, 1], (0,), (0, 1, ["a"] * 4), {"a": 0}, Pair(0, 1)], ids=str)
+def test_what_a_loader_yields(batch: Any) -> None:
+    """Lists and tuples are arguments of `load`; a dict and a named tuple are the inputs."""
+    x = torch.ones(4, 3).double()
+    made: list[Any] = [
+        x if value in (0, 1) else value for value in (batch.values() if isinstance(batch, dict) else batch)
+    ]
+    given: Any = {"a": x} if isinstance(batch, dict) else type(batch)(made) if type(batch) is not Pair else Pair(*made)
+
+    def loss_fn(module: nn.Module, inputs: Any, targets: Any) -> torch.Tensor:
+        arguments = [type(inputs), targets is None]
+        whole = isinstance(batch, (dict, Pair))
+        assert arguments == [type(given) if whole else torch.Tensor, whole or len(batch) < 2]
+        loss: torch.Tensor = module(x).mean()
+        return loss
+
+    with BatchOptimizer(linear(), loss_fn=loss_fn, posthook=lambda worker, sample: sample.options) as opt:
+        assert len([*opt.steps([given])]) == 1
+        assert opt.hook_results == [["a"] * 4 if len(batch) == 3 else None]
 
 
 def linear() -> nn.Linear:
@@ -157,29 +148,6 @@ def test_the_next_batch_is_read_while_workers_compute() -> None:
         assert len(list(opt.steps(source()))) == 3
         assert opt.batch_counter == 3
     assert events == ["read", "map", "read", "mapped", "map", "read", "mapped", "map", "mapped"]
-
-
-def test_evaluations_between_steps_see_the_batch_of_the_last_step() -> None:
-    with BatchOptimizer(linear(), nn.MSELoss(), optimizer="sgd", parallelize=2) as opt:
-        for i, _ in enumerate(opt.steps(batches())):
-            inputs, targets = batches()[i]
-            expected = nn.functional.mse_loss(opt.module(inputs), targets).item()
-            assert opt.evaluate().item() == pytest.approx(expected, rel=1e-12)
-
-
-def test_a_batch_that_is_loaded_twice_takes_memory_once() -> None:
-    """Only a batch that is read ahead, or a worker that is late, needs room beside the present one."""
-    (inputs, targets), *_ = batches()
-    options = [0] * len(inputs)  # with which a batch is sent: of plain tensors workers are told nothing
-    with BatchOptimizer(linear(), nn.MSELoss(), optimizer="sgd", parallelize=2) as opt:
-        backend = opt._function.workers.backend
-        assert isinstance(backend, ProcessBackend)
-        opt.load(inputs, targets, options)  # measures the workers, so what they answered was heard
-        for _ in range(2):
-            opt.load(inputs, targets, options)
-            for worker in backend._pool.workers.values():
-                assert select.select([worker.channel], [], [], 10)[0]  # answered, and not heard yet
-        assert [slot is not None for slot in backend._slots] == [True, False]
 
 
 @pytest.mark.parametrize("parallelize", [1, 2])

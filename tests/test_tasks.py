@@ -6,12 +6,11 @@ import gc
 import os
 import resource
 import signal
-import time
+import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,7 @@ import pytest
 import torch
 from torch import nn
 
-import batchopt
 from batchopt import BatchOptimizer, Worker, WorkerError, WorkerLostError
-from batchopt._mapreduce.answers import Answer, common_form, forms_of
-from batchopt.backends.process.backend import ProcessBackend
-from batchopt_workers.process import loop
-from batchopt_workers.tasks.forms import Form, rows_form
 from tests.building import loaded
 from tests.workers.test_memory import limited
 from tests.workloads import Mlp, once
@@ -71,74 +65,6 @@ def test_a_function_is_given_samples_of_its_own(parallelize: int) -> None:
 
 
 # ---- what comes in between
-
-
-TASKS: dict[str, Callable[[BatchOptimizer, Any], Any]] = {
-    "collect": lambda opt, disturb: opt.collect(lambda m, inputs, targets: disturb(m(inputs))),
-    "total": lambda opt, disturb: opt.total(lambda m, inputs, targets: disturb(m(inputs).sum(0))),
-    "predict": lambda opt, disturb: opt.predict(X, transform=disturb),
-    "loader": lambda opt, disturb: opt.predict(iter([X[:20], X[20:]]), transform=disturb),
-}
-
-
-@EACH
-@pytest.mark.parametrize("what", TASKS)
-def test_an_interrupt_leaves_the_step_as_it_was(
-    interruptible: None, tmp_path: Path, parallelize: int, what: str
-) -> None:
-    parent, marker = os.getpid(), tmp_path / "marker"
-
-    def disturb(result: torch.Tensor) -> torch.Tensor:
-        if once(marker):
-            os.kill(parent, signal.SIGINT)
-            time.sleep(0.3)  # for it to arrive
-        return result
-
-    with make(parallelize) as opt:
-        loss, expected = opt.evaluate(), TASKS[what](opt, lambda result: result)
-        counters = opt.eval_counter, opt.batch_counter
-        with pytest.raises(KeyboardInterrupt):
-            TASKS[what](opt, disturb)
-        assert (opt.eval_counter, opt.batch_counter) == counters
-        assert torch.equal(TASKS[what](opt, lambda result: result), expected)
-        assert opt.evaluate() == loss
-        assert [worker.restarts for worker in opt.workers] == [0] * parallelize
-
-
-@EACH
-def test_after_an_exception_in_one_chunk_another_task_is_its_own(parallelize: int) -> None:
-    def raises(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        if torch.equal(inputs[0], X[20]):
-            raise ArithmeticError("in the middle")
-        return inputs
-
-    with make(parallelize) as opt:
-        loss = opt.evaluate()
-        for _ in range(3):
-            for task in (opt.collect, lambda function: opt.total(lambda m, i, t: function(m, i, t).sum(0))):
-                with pytest.raises(WorkerError, match=r"samples 20\.\.24: in the middle"):
-                    task(raises)
-                assert torch.equal(opt.collect(lambda m, inputs, targets: inputs + 1), X + 1)
-                torch.testing.assert_close(opt.total(gram), X.T @ X)
-        assert opt.evaluate() == loss
-
-
-def test_a_hang_is_ended_after_timeout(nobody_late: None, tmp_path: Path) -> None:
-    marker = tmp_path / "marker"
-
-    def hangs(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        if once(marker):
-            time.sleep(1000)
-        return inputs
-
-    with make(2, timeout=0.5) as opt:
-        loss = opt.evaluate()
-        assert torch.equal(opt.collect(hangs), X)
-        assert sum(worker.restarts for worker in opt.workers) == 1
-        assert opt.evaluate() == loss
-        with pytest.raises(batchopt.PoisonChunkError, match="timeout="):
-            opt.total(lambda m, inputs, targets: time.sleep(1000) if torch.equal(inputs[0], X[0]) else 0)
-        assert torch.equal(opt.collect(lambda m, inputs, targets: inputs), X)
 
 
 @pytest.mark.sampled
@@ -213,7 +139,7 @@ def test_limits_of_workers_are_named_and_survived() -> None:
 
 def test_more_objects_than_a_message_holds_are_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def shrink(worker: Worker) -> None:
-        vars(loop)["LARGEST"] = 10_000
+        vars(sys.modules["batchopt_workers.process.loop"])["LARGEST"] = 10_000
 
     def objects(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> list[bytes]:
         return [bytes(3000) for _ in inputs]
@@ -357,21 +283,6 @@ def test_workers_hold_nothing_of_a_task_that_is_over() -> None:
         )
 
 
-def test_a_call_is_two_messages_to_a_worker_and_a_prediction_again_is_none(nobody_late: None) -> None:
-    """The function with its file, and that it is over; an order is on the page."""
-    with loaded(nn.Linear(3, 2), nn.MSELoss(), torch.ones(8, 3), torch.ones(8, 2), parallelize=2) as opt:
-        backend = opt._function.workers.backend
-        assert isinstance(backend, ProcessBackend)
-        calls: list[tuple[Callable[[], Any], int]] = [(lambda: opt.collect(outputs), 2), (opt.predict, 0)]
-        for call, messages in calls:
-            call()
-            opt.run_on_workers(lambda worker: None)  # which has answered all
-            workers = backend._pool.workers.values()
-            before = [worker.channel.sent for worker in workers]
-            call()
-            assert [worker.channel.sent for worker in workers] == [sent + messages for sent in before]
-
-
 def fails(opt: Any) -> None:
     with pytest.raises(WorkerError, match="ZeroDivisionError"):
         opt.collect(lambda module, inputs, targets: 1 / 0)
@@ -492,117 +403,44 @@ def test_what_a_function_keeps_of_its_own_tensors_stays_what_it_was() -> None:
             assert torch.equal(found, torch.ones(8, 5))
 
 
-# ---- on workers whose speeds differ
-
-
-MANY = torch.linspace(-2.0, 2.0, 60 * 6, dtype=torch.float64).reshape(60, 6).sin()
-
-
-def rows(module: nn.Module, inputs: torch.Tensor, targets: None) -> torch.Tensor:
-    """Those of the samples."""
-    return inputs
-
-
-@pytest.mark.parametrize("speeds", [(1.0, 9.0, 3.0), (0.001, 1.0, 0.001)])
-def test_results_come_in_the_order_of_samples_whatever_the_shares(speeds: tuple[float, ...]) -> None:
-    with BatchOptimizer(Mlp().double(), nn.MSELoss(), optimizer=None, parallelize=3, speeds=speeds) as opt:
-        assert torch.equal(opt.collect(rows, MANY), MANY)
-        assert torch.equal(torch.stack(opt.collect(lambda m, inputs, targets: [*inputs], MANY)), MANY)
-        torch.testing.assert_close(opt.total(lambda m, inputs, targets: inputs.sum(0), MANY), MANY.sum(0))
-
-
-def test_work_that_changes_hands_stays_in_order() -> None:
-    def late(module: nn.Module, inputs: torch.Tensor, targets: None) -> torch.Tensor:
-        time.sleep(0.05 if inputs[0, 0] < MANY[30, 0] else 0.001)
-        return inputs
-
-    with BatchOptimizer(
-        Mlp().double(), nn.MSELoss(), optimizer=None, parallelize=2, chunk_size=2, speeds=(1, 1)
-    ) as opt:
-        assert torch.equal(opt.collect(late, MANY), MANY)
-        with opt.timeline() as timeline:
-            assert torch.equal(opt.collect(late, MANY), MANY)
-        assert "collect" in str(timeline)
-        done = {
-            lane: sum(e.details["samples"] for e in timeline.events if e.lane == lane and e.name == "collect")
-            for lane in (0, 1)
-        }
-        assert sum(done.values()) >= len(MANY) and done[1] > done[0]
-
-
-def test_tasks_share_the_work_by_what_they_have_shown() -> None:
-    def counted(module: nn.Module, inputs: torch.Tensor, targets: None) -> list[int]:
-        time.sleep(len(inputs) * (0.01 if os.environ["RANK"] == "1" else 0.002))
-        return [len(inputs)] * len(inputs)
-
-    with BatchOptimizer(Mlp().double(), nn.MSELoss(), optimizer=None, parallelize=2) as opt:
-        opt.run_on_workers(lambda worker: os.environ.update(RANK=str(worker.rank)))
-        first, *_, last = opt.collect(counted, MANY)
-        assert first == last == 30
-        first, *_, last = opt.collect(counted, MANY)
-        assert first + last == 60 and first > 1.5 * last
-
-
 # ---- the forms of all chunks have one reading, or the chunk that has another one is named
 
-
-def common(results: Sequence[tuple[Any, int]]) -> Form:
-    forms = {chunk: rows_form(result, samples)[0] for chunk, (result, samples) in enumerate(results)}
-    return common_form(forms, [0, *accumulate(samples for _, samples in results)])
+FIVE = torch.arange(5.0)[:, None]
 
 
-def columns(samples: int) -> list[torch.Tensor]:
-    return [torch.zeros(samples), torch.ones(samples)]
+def collected(one: Any, other: Any, sizes: tuple[int, int] = (3, 2)) -> Any:
+    """What a function makes whose results these are, of two chunks of so many samples."""
+
+    def function(module: nn.Module, inputs: torch.Tensor, targets: None) -> Any:
+        return other if inputs[0] > 0 else one
+
+    with BatchOptimizer(nn.Linear(1, 1), nn.MSELoss(), optimizer=None, chunk_size=sizes[0]) as opt:
+        return opt.collect(function, FIVE[: sum(sizes)])
 
 
-def ragged(*lengths: int) -> list[torch.Tensor]:
-    return [torch.full((length,), float(length)) for length in lengths]
+def test_other_chunks_decide_how_a_list_is_read_and_objects_are_one_list() -> None:
+    either = [torch.zeros(2), torch.ones(2)]
+    columns = collected(either, [torch.zeros(1), torch.ones(1)], (2, 1))
+    assert [column.tolist() for column in columns] == [[0] * 3, [1] * 3]
+    samples = collected(either, [torch.ones(4)], (2, 1))
+    assert [len(sample) for sample in samples] == [2, 2, 4]
+    assert collected([1, "a", None], [{}, []]) == [1, "a", None, {}, []]
+    with pytest.raises((ValueError, WorkerError), match="one tensor a sample, or one row a sample .*return a tuple"):
+        collected(either, either, (2, 2))
 
 
-def test_forms_come_in_the_order_of_chunks() -> None:
-    forms = [rows_form(torch.zeros(1, i), 1)[0] for i in range(4)]
-    answers = [
-        Answer(0, 2, 0.0, [], forms={3: forms[3], 1: forms[1]}),
-        Answer(1, 2, 0.0, [], forms={0: forms[0], 2: forms[2]}),
-    ]
-    assert list(forms_of(answers).items()) == list(enumerate(forms))
+ROW = torch.zeros(3, 3)
+DIFFERENT: list[tuple[Any, Any, str]] = [
+    (ROW, torch.zeros(2, 4), r"`result` \(4,\) torch.float32 for chunk 1 \(samples 3..4\), and `result` \(3,\)"),
+    (ROW, torch.zeros(2, 3).double(), r"torch.float64 for chunk 1 \(samples 3..4\), and `result` \(3,\) torch.float32"),
+    (ROW, (torch.zeros(2, 3),), r"`result\[0\]` .* for chunk 1"),
+    (ROW, [1, 2], "a list of objects for chunk 1"),
+    ([1, 2, 3], torch.zeros(2, 3), "chunk"),
+]
 
 
-def test_other_chunks_decide_how_a_list_is_read() -> None:
-    as_columns = common([(columns(2), 2), (columns(3), 3)])
-    assert as_columns.objects is None and len(as_columns.columns) == 2
-    for lengths in ((1, 2), (2, 3)):
-        as_objects = common([(ragged(2, 2), 2), (ragged(*lengths), 2)])
-        assert as_objects.objects is not None and [len(item) for item in as_objects.objects] == [2, 2, *lengths]
-
-
-def test_a_list_that_can_be_read_both_ways_in_all_chunks_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"one tensor a sample, or one row a sample .*return a tuple"):
-        common([(columns(2), 2), (columns(2), 2)])
-    with pytest.raises(ValueError, match="one tensor a sample, or one row a sample"):
-        common([(columns(2), 2)])
-    assert len(common([(tuple(columns(2)), 2)]).columns) == 2
-
-
-def test_one_sample_alone_is_the_same_either_way() -> None:
-    assert len(common([([torch.zeros(1, 4)], 1)]).columns) == 1
-
-
-def test_objects_of_all_chunks_are_one_list() -> None:
-    assert common([([1, "a"], 2), ([None], 1), ([{}, []], 2)]).objects == [1, "a", None, {}, []]
-
-
-@pytest.mark.parametrize(
-    "other, words",
-    [
-        (torch.zeros(2, 4), r"`result` \(4,\) torch.float32 for chunk 1 \(samples 3..4\), and `result` \(3,\)"),
-        (torch.zeros(2, 3).double(), r"torch.float64 for chunk 1 \(samples 3..4\), and `result` \(3,\) torch.float32"),
-        ((torch.zeros(2, 3),), r"`result\[0\]` .* for chunk 1"),
-        ([1, 2], "a list of objects for chunk 1"),
-    ],
-)
-def test_a_chunk_that_differs_is_named(other: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        common([(torch.zeros(3, 3), 3), (other, 2)])
-    with pytest.raises(ValueError, match="chunk"):
-        common([(other, 2), (torch.zeros(3, 3), 3)])
+@pytest.mark.parametrize("row", range(len(DIFFERENT)))
+def test_a_chunk_that_differs_is_named(row: int) -> None:
+    one, other, words = DIFFERENT[row]
+    with pytest.raises((ValueError, WorkerError), match=words):
+        collected(one, other)

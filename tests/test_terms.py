@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import os
 import signal
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from torch import nn
 
 from batchopt import BatchOptimizer, NonFiniteError, PoisonChunkError, Sample, Term, Worker, WorkerError
 from tests.building import loaded
-from tests.workloads import misfit, once, size
+from tests.workloads import misfit, size
 
 WEIGHTS = {"pde": 1.5, "data": 10.0}
 POINTS, KNOWN = 23, 9
@@ -72,53 +70,6 @@ def agrees(opt: BatchOptimizer, f: float, gradient: torch.Tensor, losses: dict[s
     assert opt.losses == pytest.approx(losses, rel=1e-12)
 
 
-@pytest.mark.parametrize("chunk_size", [None, 1, 4, 30])
-@pytest.mark.parametrize("parallelize", [1, 2, 3])
-@pytest.mark.filterwarnings("ignore:.* chunks for 3 workers", "ignore:.* chunks for 2 workers")
-def test_f_its_gradient_and_each_term_are_those_of_one_process(parallelize: int, chunk_size: int | None) -> None:
-    module = network()
-    expected = plain(module)
-    with BatchOptimizer(module, terms=terms(), optimizer=None, parallelize=parallelize, chunk_size=chunk_size) as opt:
-        assert opt.losses == {} and opt.weights == WEIGHTS
-        opt.load(data())
-        agrees(opt, *expected)
-        assert opt.output == pytest.approx(expected[0], rel=1e-12)
-
-
-@EACH
-def test_sums_lists_and_denominators(parallelize: int) -> None:
-    module = network()
-    lists = [torch.rand(n, 1, dtype=torch.float64) for n in (3, 1, 4, 2, 2)]
-    counts = torch.tensor([1.0, 0.0, 2.0, 1.0], dtype=torch.float64)
-
-    def masked(module: nn.Module, inputs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = (module(inputs)[:, 0].square() * mask).sum() / mask.sum()
-        return loss
-
-    x, y = data()["data"]
-    terms = {
-        "sum": Term(lambda module, x, y: (module(x) - y).square().sum(), 0.5, "sum"),
-        "list": Term(
-            lambda module, inputs, _: module(inputs[0]).square().sum(),
-            reduction="sum",
-            collate_fn=lambda samples: (torch.cat(samples), None),
-        ),
-        "alone": Term(lambda module, x, _: module(x).square().sum(), 2.0),
-        "masked": Term(masked, 3.0, denominators=lambda inputs, mask: mask),
-    }
-    batch = {"sum": (x, y), "list": lists, "alone": lists, "masked": (x[:4], counts)}
-    each = {
-        "sum": (module(x) - y).square().sum(),
-        "list": module(torch.cat(lists)).square().sum(),
-        "alone": torch.stack([module(one).square().sum() for one in lists]).mean(),
-        "masked": masked(module, x[:4], counts),
-    }
-    whole = 0.5 * each["sum"] + each["list"] + 2 * each["alone"] + 3 * each["masked"]
-    gradient = torch.cat([g.flatten() for g in torch.autograd.grad(whole, list(module.parameters()))])
-    with loaded(module, None, batch, terms=terms, parallelize=parallelize, chunk_size=3) as opt:
-        agrees(opt, whole.item(), gradient, {name: loss.item() for name, loss in each.items()})
-
-
 class Scaled(nn.Module):
     """A loss function that holds a tensor."""
 
@@ -141,37 +92,6 @@ def test_terms_on_another_device(chunk_size: int | None) -> None:
     with loaded(module, None, {"a": (x, y), "b": (-2 * x, y)}, terms=scaled, **options) as opt:
         for _ in range(2):
             assert opt.evaluate().item() == pytest.approx(whole.item(), rel=1e-12)
-
-
-def test_one_term_of_weight_1_has_the_bits_of_a_loss_fn() -> None:
-    found = set()
-    x, y = data(torch.float32)["data"]
-    for how, batch in (({"loss_fn": misfit}, (x, y)), ({"terms": {"data": Term(misfit)}}, ({"data": (x, y)},))):
-        with BatchOptimizer(network(torch.float32), parallelize=2, chunk_size=2, **how) as opt:
-            opt.step(*batch)
-            found.add(opt.fingerprint())
-    assert len(found) == 1
-
-
-def stepped(parallelize: int, **options: Any) -> str:
-    """The fingerprint after two steps of L-BFGS, between which weights change."""
-    options = {"chunk_size": 3, "parallelize": parallelize, **options}
-    with BatchOptimizer(network(torch.float32), terms=terms(), **options) as opt:
-        opt.step(data(torch.float32))
-        opt.weights = {"data": 2.0, "pde": opt.losses["data"] / opt.losses["pde"]}
-        opt.step(data(torch.float32))
-        return opt.fingerprint()
-
-
-def test_neither_the_number_of_workers_nor_one_that_is_killed_changes_a_bit(tmp_path: Path) -> None:
-    flag = tmp_path / "killed"
-
-    def die_once(worker: Worker, sample: Sample) -> None:
-        if sample.term == "data" and worker.rank == 1 and once(flag):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    assert stepped(2, prehook=die_once) == stepped(1) == stepped(3)
-    assert flag.exists()
 
 
 def test_a_new_worker_knows_the_weights(tmp_path: Path) -> None:
@@ -354,101 +274,4 @@ def test_a_checkpoint_has_the_weights(tmp_path: Path) -> None:
         assert opt.weights == {"else": 1.0} and opt.batch_counter == 0
 
 
-@pytest.mark.parametrize(
-    "make, error, message",
-    [
-        (lambda: {}, ValueError, "`terms` is empty: give one Term at least"),
-        (lambda: [Term(misfit)], TypeError, "`terms` must be a dict of names and batchopt.Term, got list"),
-        (lambda: {3: Term(misfit)}, TypeError, "the names in `terms` must be strings, got int 3"),
-        (lambda: {"a": misfit}, TypeError, r"`terms\['a'\]` must be a batchopt.Term, .*did you mean Term\(misfit\)\?"),
-        (lambda: {"a": 3}, TypeError, r"`terms\['a'\]` must be a batchopt.Term, got int$"),
-        (lambda: {"a": Term(None)}, TypeError, "got None"),
-        (lambda: {"a": Term(nn.MSELoss)}, TypeError, "got the class MSELoss"),  # type: ignore[arg-type]
-        (lambda: {"a": Term(lambda x: x)}, TypeError, "must be callable as loss_fn"),  # type: ignore[arg-type,misc]
-        (lambda: {"a": Term(misfit, math.inf)}, ValueError, "`weight` of a Term must be a finite number >= 0, got inf"),
-        (lambda: {"a": Term(misfit, -1)}, ValueError, "`weight` of a Term must be a finite number >= 0, got -1"),
-        (lambda: {"a": Term(misfit, "1")}, TypeError, "must be a finite number"),  # type: ignore[arg-type]
-        (lambda: {"a": Term(misfit, torch.ones(()))}, TypeError, r"call \.item\(\)"),  # type: ignore[arg-type]
-        (lambda: {"a": Term(misfit, reduction="none")}, ValueError, "`reduction` must be 'mean' or 'sum', got 'none'"),
-        (lambda: {"a": Term(misfit, collate_fn=3)}, TypeError, "`collate_fn` must be callable"),  # type: ignore[arg-type]
-        (lambda: {"a": Term(misfit, denominators=3)}, TypeError, "`denominators` must be"),  # type: ignore[arg-type]
-    ],
-)
-def test_what_are_no_terms_is_said_before_anything_starts(
-    make: Callable[[], Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        BatchOptimizer(network(), terms=make(), parallelize=2)
-
-
-def test_terms_exclude_what_each_has_itself() -> None:
-    given: dict[str, Any] = {"criterion": nn.MSELoss(), "loss_fn": misfit, "reduction": "mean"}
-    given |= {"denominators": lambda inputs, targets: targets, "collate_fn": torch.stack}
-    for argument, value in given.items():
-        with pytest.raises(ValueError, match=f"`terms` and `{argument}` are both given: each Term has its own"):
-            BatchOptimizer(network(), terms=terms(), **{argument: value})
-
-
 X = torch.ones(3, 1, dtype=torch.float64)
-
-
-@pytest.mark.parametrize(
-    "arguments, error, message",
-    [
-        ((X,), TypeError, r"the batch must be a dict with an entry for each of \['pde', 'data'\]; got Tensor"),
-        (({"pde": X},), ValueError, r"the batch lacks \['data'\]: the terms are \['pde', 'data'\]"),
-        (({"pde": X, "bc": X},), ValueError, r"the batch lacks \['data'\] and has unknown \['bc'\]"),
-        (({"pde": X, "data": (X, X), 3: X},), ValueError, r"the batch has unknown \[3\]"),
-        (({"pde": X, "data": (X, X)}, X), ValueError, "`targets` of terms go into the batch"),
-        (({"pde": X, "data": (X, X)}, None, [1]), ValueError, "`options` of terms go into the batch"),
-        (({"pde": X, "data": (X, X[:2])},), ValueError, "term 'data': `inputs` has 3 samples but `targets` has 2"),
-        (({"pde": X, "data": (X, X, [1], 2)},), ValueError, "term 'data': a tuple must be .*; got 4 items"),
-        (({"pde": X, "data": ()},), ValueError, "term 'data': a tuple must be .*; got 0 items"),
-        (({"pde": X[:0], "data": (X, X)},), ValueError, "term 'pde': the batch has 0 samples"),
-        (({"pde": 3, "data": (X, X)},), TypeError, "term 'pde': `inputs` must be a tensor"),
-        (({"pde": X, "data": (X, X, [1])},), ValueError, "term 'data': .* but `options` has 1"),
-    ],
-)
-def test_what_is_no_batch_of_terms_is_said(arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:
-    with made() as opt:
-        with pytest.raises(error, match=message):
-            opt.load(*arguments)
-
-
-@pytest.mark.parametrize(
-    "weights, error, message",
-    [
-        ([1.0, 2.0], TypeError, "`weights` must be a dict with one number a term, got list"),
-        ({"pde": 1.0}, ValueError, r"`weights` lacks \['data'\]"),
-        ({"pde": 1.0, "data": 1.0, "x": 1.0}, ValueError, r"`weights` has unknown \['x'\]"),
-        ({"pde": 1.0, "data": math.nan}, ValueError, r"`weights\['data'\]` must be a finite number >= 0, got nan"),
-        ({"pde": True, "data": 1.0}, TypeError, r"`weights\['pde'\]` must be a finite number >= 0, got True"),
-    ],
-)
-def test_weights_are_checked_and_stay_as_they_were(weights: Any, error: type[Exception], message: str) -> None:
-    with made() as opt:
-        with pytest.raises(error, match=message):
-            opt.weights = weights
-        assert opt.weights == WEIGHTS
-        with pytest.raises(TypeError):
-            opt.weights["pde"] = 3.0  # type: ignore[index]
-
-
-def test_without_terms_there_are_none() -> None:
-    x, y = data()["data"]
-    with loaded(network(), None, x, y, loss_fn=misfit, posthook=lambda worker, sample: sample.term) as opt:
-        opt.evaluate()
-        assert opt.hook_results == [None] and opt.losses == {} and opt.weights == {}
-        with pytest.raises(ValueError, match="this BatchOptimizer has none"):
-            opt.weights = {"data": 1.0}
-
-
-def test_what_cannot_be_sent_is_named() -> None:
-    lock = threading.Lock()
-    batch = data()
-    with made(parallelize=2) as opt:
-        with pytest.raises(TypeError, match=r"the batch cannot be sent .* it captures 'data\.options\[0\]'"):
-            opt.load({**batch, "data": (*batch["data"], [lock] * KNOWN)})
-    locked = {**terms(), "bad": Term(lambda module, x, y: misfit(module, x, y) if lock else x)}
-    with pytest.raises(TypeError, match=r"a `loss_fn` cannot be sent .* it captures 'loss_fns\[2\]\.lock'"):
-        BatchOptimizer(network(), terms=locked, parallelize=2)

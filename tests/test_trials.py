@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 import batchopt
 from batchopt import BatchoptError, BatchOptimizer, Sample, Term, Worker
-from batchopt._function.observer import BLOCK, Trials, checksum
 from tests.building import handling
 from tests.workloads import Mlp, misfit, mlp, size
 
@@ -58,27 +55,6 @@ def test_the_loss_of_a_step_is_that_of_the_parameters_it_leaves(name: str, scale
             assert found == opt.output == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.slow
-def test_what_the_last_trial_had_is_not_said() -> None:
-    """Some of those above end elsewhere than at their last evaluation; else nothing was tested."""
-    case, differ = mlp(), 0
-    wanders = {"looks further, and goes back": lambda params: Returns(params, [0.0, 0.1, 0.2], 0.1)}
-    for name, make in (OPTIMIZERS | wanders).items():
-        last: list[float] = []
-
-        class Noting(BatchOptimizer):
-            def reduce(self, answers: Any, last: list[float] = last) -> torch.Tensor:
-                loss = super().reduce(answers)
-                last.append(loss.item())
-                return loss
-
-        with Noting(valley(5.0), case.criterion, optimizer=make) as opt:
-            for _ in range(6):
-                differ += opt.step(case.inputs, case.targets) != last[-1]
-                assert opt.output in last, name
-    assert differ > 3
-
-
 @pytest.mark.parametrize("parallelize", [1, 2])
 def test_the_losses_of_the_terms_are_of_the_same_point_and_the_fingerprint_is_of_all(parallelize: int) -> None:
     case, module = mlp(), valley(5.0)
@@ -90,13 +66,6 @@ def test_the_losses_of_the_terms_are_of_the_same_point_and_the_fingerprint_is_of
             assert opt.losses == {"a": pytest.approx(a, rel=1e-12), "b": pytest.approx(b, rel=1e-12)}
             assert found == pytest.approx(a + 0.5 * b, rel=1e-12)
         assert list(opt.steps([{"a": (case.inputs, case.targets), "b": case.inputs}] * 2))[-1] == opt.output
-
-
-def test_where_the_parameters_left_were_not_evaluated_it_is_the_last_evaluation() -> None:
-    case, module = mlp(), valley(1.0)
-    before = case.criterion(module(case.inputs), case.targets).item()
-    with BatchOptimizer(module, case.criterion, optimizer="sgd") as opt:
-        assert opt.step(case.inputs, case.targets) == pytest.approx(before, rel=1e-12)
 
 
 class Returns(torch.optim.Optimizer):
@@ -135,33 +104,6 @@ def test_wherever_it_was_evaluated_in_the_step(places: list[float], to: float) -
         found = opt.step(case.inputs, case.targets)
         there = [loss for x, loss in seen if torch.equal(x, opt.parameters)]
         assert found == (there[-1] if there else seen[-1][1])
-
-
-def test_one_evaluation_costs_nothing() -> None:
-    x = torch.zeros(3, device="meta")  # which cannot be looked at
-    trials = Trials(x, [x], reported=False)
-    trials.begins()
-    trials.busy()
-    trials.evaluated(1.0, {})
-    assert trials.left(x) is None
-
-
-@given(st.integers(1, 3 * BLOCK), st.sampled_from([torch.float64, torch.float32, torch.float16]), st.integers(0, 9))
-@settings(deadline=None, max_examples=60)
-def test_a_checksum_sees_every_change(length: int, dtype: torch.dtype, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    x = (torch.rand(length, generator=generator, dtype=torch.float64) + 1).to(dtype)
-    before = checksum(x)
-    assert before == checksum(x.clone())
-    i, j = (int(k) for k in torch.randint(length, (2,), generator=generator))
-    for change in (2.0**-8, 2.0**-7):
-        changed = x.clone()
-        changed[i] += change
-        assert checksum(changed) != before
-        changed[j] -= change  # what a plain sum would not see
-        assert torch.equal(changed, x) or checksum(changed) != before
-    if length > 1:
-        assert torch.equal(x.flip(0), x) or checksum(x.flip(0)) != before
 
 
 # ---- nothing is saved in the middle of a step
@@ -224,20 +166,3 @@ def test_a_signal_handler_cannot_save_in_the_middle_of_a_step(parallelize: int, 
         assert len(caught) == 1 and "a step" in str(caught[0])
         os.kill(os.getpid(), signal.SIGUSR1)
         assert len(caught) == 1 and (tmp_path / "state").exists()
-
-
-def test_between_the_steps_of_a_loop_and_after_a_step_that_failed_it_can_be_saved(tmp_path: Any) -> None:
-    case = mlp()
-
-    def batches() -> Iterator[Any]:
-        yield case.inputs, case.targets
-        yield case.inputs, case.targets
-
-    with BatchOptimizer(valley(1.0), case.criterion, optimizer="sgd") as opt:
-        for _ in opt.steps(batches()):
-            opt.save(tmp_path / "state")
-            opt.state_dict()
-        with pytest.raises(ValueError):
-            opt.step(case.inputs, case.targets[:3])
-        opt.save(tmp_path / "state")
-    opt.state_dict()

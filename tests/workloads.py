@@ -211,6 +211,19 @@ class Pairs(Dataset[Any]):
         return [int(line) for line in self.notes.read_text().split()]
 
 
+class Listed(Dataset[Any]):
+    """Any items."""
+
+    def __init__(self, *items: Any) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.items[index]
+
+
 class Noisy(Pairs):
     """Each reading adds other noise, of torch, NumPy and `random`."""
 

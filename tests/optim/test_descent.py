@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import io
 import math
 from collections.abc import Callable
 from typing import Any
@@ -223,23 +221,6 @@ def test_a_function_that_changes_between_steps_is_told(make: Make) -> None:
 
 
 @every_kind
-def test_state_goes_on_in_another_process(make: Make) -> None:
-    one = Problem(make, rosenbrock, start(), max_iter=6)
-    one.step()
-    file = io.BytesIO()
-    torch.save(one.optimizer.state_dict(), file)
-    other = Problem(make, rosenbrock, one.x, max_iter=1)
-    other.optimizer.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
-    twin = copy.deepcopy(one.optimizer.state_dict())
-    one.step(), other.step()
-    assert torch.equal(one.x, other.x)
-    assert not other.result.forgotten
-    assert twin["param_groups"][0]["max_iter"] == other.optimizer.param_groups[0]["max_iter"] == 6
-    with pytest.raises(ValueError, match="the state is of 6 parameters; here are 7"):
-        Problem(make, rosenbrock, start(7)).optimizer.load_state_dict(twin)
-
-
-@every_kind
 def test_a_scheduler_may_set_the_first_step(make: Make) -> None:
     problem = Problem(make, rosenbrock, start(), max_iter=1)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(problem.optimizer, 0.5)
@@ -276,41 +257,6 @@ def test_parameters_without_gradient_stay_and_complex_ones_move(make: Make) -> N
     optimizer.step(closure)
     torch.testing.assert_close(used.detach(), torch.full((2,), 2 - 1j, dtype=torch.complex128))
     assert torch.equal(unused.detach(), torch.ones(2, dtype=torch.complex128))
-
-
-ONE, OTHER, WIDE = (torch.nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in (None, None, torch.float64))
-BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"lr": 0.0}, ValueError, "`lr` must be positive"),
-    ({"lr": "fast"}, TypeError, "`lr` must be a number"),
-    ({"max_iter": 0}, ValueError, "`max_iter` must be >= 1"),
-    ({"max_iter": 2.5}, TypeError, "`max_iter` must be an int"),
-    ({"max_eval": True}, TypeError, "`max_eval` must be an int"),
-    ({"tolerance_grad": -1.0}, ValueError, "`tolerance_grad` must be >= 0"),
-    ({"tolerance_change": math.nan}, ValueError, "`tolerance_change` must be >= 0"),
-    ({"params": [{"params": [ONE]}, {"params": [OTHER]}]}, ValueError, "one group of parameters"),
-    ({"params": [ONE, WIDE]}, ValueError, "one dtype"),
-    ({"make": batchopt.LBFGS, "line_search_fn": "wolfe"}, ValueError, "'strong_wolfe', 'armijo', None; got 'wolfe'"),
-    ({"make": batchopt.CG, "beta": "fr"}, ValueError, "`beta` must be one of 'fletcher-reeves'"),
-    ({"make": batchopt.LBFGS, "history_size": 0}, ValueError, "`history_size` must be >= 1"),
-]
-
-
-@every_kind
-@pytest.mark.parametrize("options, error, words", BAD)
-def test_options_that_cannot_work(make: Make, options: dict[str, Any], error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        (options.get("make") or make)(**{"params": [ONE], **{k: v for k, v in options.items() if k != "make"}})
-
-
-@pytest.mark.parametrize("make", [*KINDS.values(), batchopt.LevenbergMarquardt], ids=[*KINDS, "lm"])
-def test_a_closure_is_needed_and_a_group_that_comes_later_is_refused(make: Any) -> None:
-    optimizer = make([ONE])
-    if make is not batchopt.LevenbergMarquardt:
-        with pytest.raises(TypeError, match="`closure` must be a function"):
-            optimizer.step(None)
-    with pytest.raises(ValueError, match="moves one vector"):
-        optimizer.add_param_group({"params": [OTHER]})
-    assert len(optimizer.param_groups) == 1
 
 
 @every_kind

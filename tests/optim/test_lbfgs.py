@@ -29,13 +29,6 @@ def test_without_a_search_the_iterates_are_those_of_the_two_loops() -> None:
         x, gradient = point, new
 
 
-def test_without_a_search_the_best_point_is_left() -> None:
-    problem = Problem(batchopt.LBFGS, rosenbrock, start(), line_search_fn=None, lr=2.0, max_iter=15, tolerance_change=0)
-    result = problem.step()
-    assert result.f == min(problem.values) == rosenbrock(problem.x).item()
-    assert problem.values != sorted(problem.values, reverse=True)
-
-
 def test_fewer_evaluations_than_the_optimizer_of_torch() -> None:
     ours = Problem(batchopt.LBFGS, rosenbrock, start(20), **EXACT)
     result = ours.step()
@@ -90,14 +83,6 @@ def test_a_state_of_torch_is_taken_over_as_far_as_it_goes() -> None:
     assert problem.step().f < logistic(x.detach()).item()
 
 
-def test_another_history_size_from_the_next_step_on() -> None:
-    problem = Problem(batchopt.LBFGS, rosenbrock, start(), max_iter=6)
-    problem.step()
-    problem.optimizer.param_groups[0]["history_size"] = 2
-    problem.step()
-    assert problem.optimizer.state_dict()["state"][0]["curvature"]["pairs"].shape[0] == 2
-
-
 def test_noise_in_f_does_not_stop_it_far_from_the_minimum() -> None:
     def rounded(x: torch.Tensor) -> torch.Tensor:
         f = logistic(x) + 1e7
@@ -106,10 +91,6 @@ def test_noise_in_f_does_not_stop_it_far_from_the_minimum() -> None:
     problem = Problem(batchopt.LBFGS, rounded, start(), tolerance_grad=1e-6, tolerance_change=0.0, max_iter=200)
     result = problem.step()
     assert result.status is Status.GRADIENT
-
-
-def test_repr_names_the_options() -> None:
-    assert "history_size=100" in repr(batchopt.LBFGS([torch.nn.Parameter(torch.ones(1))]))
 
 
 def test_noise_that_is_more_than_rounding_is_learned_from_a_search_in_vain() -> None:

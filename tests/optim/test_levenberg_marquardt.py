@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import io
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,9 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from batchopt import BatchOptimizer, Iteration, LevenbergMarquardt, NonFiniteError, Result, Status, Term
-from batchopt.optim.squares import SquaresOver
-from tests.backends.least_squares_contract import DATA, equation, flow, misfit, terms
+from batchopt import BatchOptimizer, Iteration, LevenbergMarquardt, Result, Status
+from tests.backends.least_squares_contract import DATA, flow, terms
 from tests.building import loaded
 from tests.optim import reference
 from tests.workloads import Mlp
@@ -164,22 +162,6 @@ def test_an_exception_leaves_the_best_point() -> None:
     assert decay(problem.x).square().mean().item() == min(problem.values[1:])
 
 
-def test_a_state_goes_on_as_if_nothing_had_happened() -> None:
-    whole = Plain(decay, START, max_iter=4, **EXACT)
-    whole.step()
-    state = io.BytesIO()
-    torch.save(whole.optimizer.state_dict(), state)
-    half = Plain(decay, whole.x, max_iter=4, damping=77.0, **EXACT)
-    state.seek(0)
-    half.optimizer.load_state_dict(torch.load(state, weights_only=True))
-    twin = copy.deepcopy(whole.optimizer)
-    whole.step()
-    half.step()
-    assert torch.equal(whole.x, half.x) and twin.param_groups[0]["damping"] == 1e-3
-    with pytest.raises(ValueError, match="the state is of 3 parameters; here are 2"):
-        Plain(rosenbrock, START[:2]).optimizer.load_state_dict(whole.optimizer.state_dict())
-
-
 def test_another_function_is_recognised_and_damping_survives_it_if_it_is_told_to() -> None:
     problem = Plain(decay, START, max_iter=3, when_data_change="keep", **EXACT)
     problem.step()
@@ -191,52 +173,6 @@ def test_another_function_is_recognised_and_damping_survives_it_if_it_is_told_to
         problem.residuals = residuals
         result = problem.step()
         assert not result.kept and result.forgotten == ("the function changed between two steps",)
-
-
-def test_a_second_order_that_is_not_finite_leaves_the_step_straight() -> None:
-    class Bad(Plain):
-        def acceleration(self, v: torch.Tensor) -> torch.Tensor:
-            raise NonFiniteError("second derivative is not finite", 0, range(0), 0, 1)
-
-    assert Bad(decay, START, geodesic=True, **EXACT).step().f == Plain(decay, START, **EXACT).step().f
-
-
-PARAMETER = nn.Parameter(START.clone())
-REFUSED: list[tuple[dict[str, Any], Any, type[Exception], str]] = [
-    ({"damping": 0.0}, None, ValueError, "`damping` must be positive and finite; got 0.0"),
-    ({"damping": "a"}, None, TypeError, "`damping` must be a number"),
-    ({"scaling": "unit"}, None, ValueError, "`scaling` must be one of None, 'diagonal', 'identity'; got 'unit'"),
-    ({"geodesic": 1}, None, TypeError, "`geodesic` must be a bool; got 1"),
-    ({"dense": 1.5}, None, TypeError, "`dense` must be an int >= 0"),
-    ({"max_iter": 0}, None, ValueError, "`max_iter` must be >= 1"),
-    ({}, lambda: PARAMETER.square().sum(), TypeError, "returned a scalar: return the residuals themselves"),
-    ({}, Plain(decay, START).__call__, TypeError, "use BatchOptimizer.step, or pass BatchOptimizer.closure"),
-    ({}, lambda: [1.0], TypeError, "must return a tensor"),
-    ({}, lambda: torch.ones(3), ValueError, "the residuals depend on no parameter"),
-]
-
-
-@pytest.mark.parametrize("options, closure, error, words", REFUSED)
-def test_options_and_closures_that_cannot_work(
-    options: dict[str, Any], closure: Any, error: type[Exception], words: str
-) -> None:
-    with pytest.raises(error, match=words):
-        LevenbergMarquardt([PARAMETER], **options).step(closure)
-
-
-def test_where_f_is_no_sum_of_squares_it_is_told() -> None:
-    class Penalised(BatchOptimizer):
-        def reduce(self, answers: Any) -> torch.Tensor:
-            return super().reduce(answers) + 1.0
-
-    with BatchOptimizer(Mlp(), nn.CrossEntropyLoss(), optimizer="lm") as opt:
-        before = opt.parameters.clone()
-        with pytest.raises(ValueError, match="f is not known to be a sum of squares"):
-            opt.step(torch.randn(8, 6), torch.randint(0, 4, (8,)))
-        assert torch.equal(opt.parameters, before)
-    with Penalised(flow(), terms={"a": Term(residual=misfit)}, optimizer="lm") as opt:
-        with pytest.raises(ValueError, match=r"the sum of the squares is .* where f is"):
-            opt.step({"a": DATA["data"]})
 
 
 # On workers
@@ -260,8 +196,7 @@ def run(parallelize: int, **options: Any) -> tuple[float, str, Result]:
 def test_the_bits_are_those_of_one_process(options: dict[str, Any]) -> None:
     loss, fingerprint, result = run(1, **options)
     assert result.f == loss and result.iterations > 1
-    for workers in (2, 3):
-        assert run(workers, **options) == (loss, fingerprint, result)
+    assert run(2, **options) == (loss, fingerprint, result)
     assert run(1, scaling="identity", tolerance_change=0.0, **options)[0] < run(1, damping=1e12)[0] / 2
 
 
@@ -319,18 +254,6 @@ def test_parameters_may_be_some_in_any_order(pick: Pick, options: dict[str, Any]
     assert len(steps) > 3 and steps == pytest.approx(expected, rel=1e-5)
     for found_one, right in zip(one.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(found_one.detach(), right.detach(), rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.slow
-def test_a_step_that_fails_is_undone() -> None:
-    points = DATA["pde"].clone()
-    with BatchOptimizer(flow(), terms={"pde": Term(residual=equation)}, optimizer="lm", parallelize=2) as opt:
-        opt.step({"pde": points})
-        before = opt.fingerprint()
-        points[3] = torch.nan
-        with pytest.raises(NonFiniteError):
-            opt.step({"pde": points})
-        assert opt.fingerprint() == before
 
 
 # ---- a closure that returns residuals
@@ -391,24 +314,3 @@ def test_where_nothing_is_left_it_has_converged(
     result = optimizer.result
     assert result is not None and result.status is Status.CHANGE and result.evaluations <= most
     assert result.f <= torch.finfo(dtype).eps ** 2 * first
-
-
-def test_all_is_on_the_device_of_the_parameters() -> None:
-    """The sums of a batch are on the CPU, the parameters may be elsewhere."""
-
-    class OnTheCpu(Plain):
-        def normal(self, limit: int) -> tuple[float, torch.Tensor, torch.Tensor]:
-            return 0.0, torch.zeros(3), torch.zeros(3, 3)
-
-        def gauss_newton(self, v: torch.Tensor) -> torch.Tensor:
-            return torch.zeros(3)
-
-        def acceleration(self, v: torch.Tensor) -> torch.Tensor:
-            return torch.zeros(3)
-
-    squares = OnTheCpu(decay, START)
-    squares.parameters = [nn.Parameter(START.to("meta"))]
-    over = SquaresOver(squares, squares.parameters)
-    _, vector, matrix = over.normal(0)
-    products = over.gauss_newton(torch.zeros(3, device="meta")), over.acceleration(torch.zeros(3, device="meta"))
-    assert {tensor.device.type for tensor in (vector, matrix, *products)} == {"meta"}

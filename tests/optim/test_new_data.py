@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import batchopt
-from batchopt._machine.cores import torch_threads
 from batchopt.optim import minimizer
 from batchopt.optim.descent import Descent
 from batchopt.optim.minimizer import Result
@@ -22,81 +20,6 @@ Kind = Callable[..., Descent]
 every_kind = pytest.mark.parametrize("kind", [batchopt.LBFGS, batchopt.SSBroyden])
 TO_THE_END = {"max_iter": 5000, "tolerance_grad": 1e-6, "tolerance_change": 0.0}
 NO_END = {"tolerance_grad": 0.0, "tolerance_change": 0.0}
-
-
-# ---- points that are drawn anew
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Small networks are slower with more, on a busy machine many times."""
-    with torch_threads(1):
-        yield
-
-
-def pendulum(net: nn.Module, points: torch.Tensor) -> torch.Tensor:
-    """The loss of u'' + u = 0, u(0) = 0, u'(0) = 1."""
-    (t, zero) = points.clone().requires_grad_(), torch.zeros(1, 1, dtype=torch.float64, requires_grad=True)
-    u, start = net(t), net(zero)
-    (velocity,) = torch.autograd.grad(u.sum(), t, create_graph=True)
-    (acceleration,) = torch.autograd.grad(velocity.sum(), t, create_graph=True)
-    (speed,) = torch.autograd.grad(start.sum(), zero, create_graph=True)
-    loss: torch.Tensor = (
-        (acceleration + u).square().mean() + 10 * start.square().sum() + 10 * (speed - 1).square().sum()
-    )
-    return loss
-
-
-def train(kind: Kind, seed: int, rounds: int, enough: float, **options: Any) -> tuple[int, float, list[Result]]:
-    """Steps of 50 iterations on 100 new points each. Returns the evaluations, the loss on an even grid, at which it
-    ends once that is low `enough`, and the results."""
-    torch.manual_seed(seed)
-    net = nn.Sequential(nn.Linear(1, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 1)).double()
-    random = torch.Generator().manual_seed(seed + 100)
-    grid = torch.linspace(0, 6, 200, dtype=torch.float64).unsqueeze(1)
-    optimizer = kind(net.parameters(), max_iter=50, **NO_END, **options)
-    results: list[Result] = []
-    for _ in range(rounds):
-        points = torch.rand(100, 1, generator=random, dtype=torch.float64) * 6
-
-        def closure(points: torch.Tensor = points) -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = pendulum(net, points)
-            loss.backward()  # type: ignore[no-untyped-call]
-            return loss
-
-        optimizer.step(closure)
-        assert optimizer.result is not None
-        results.append(optimizer.result)
-        if pendulum(net, grid).item() <= enough:
-            break
-    return sum(result.evaluations for result in results), pendulum(net, grid).item(), results
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("one_thread")
-@pytest.mark.timeout(120)
-def test_a_matrix_that_is_kept_saves_evaluations() -> None:
-    evaluations = {"forget": 0, "keep": 0}
-    for when in evaluations:
-        for seed in range(4):
-            count, loss, results = train(batchopt.SSBroyden, seed, 15, 1e-6, when_data_change=when)
-            assert loss <= 1e-6
-            evaluations[when] += count
-            assert not results[0].kept and all(result.kept == (when == "keep") for result in results[1:])
-            assert all(len(result.forgotten) == (when == "forget") for result in results[1:])
-    assert evaluations["keep"] < 0.7 * evaluations["forget"]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("one_thread")
-@pytest.mark.timeout(120)
-def test_a_history_that_is_kept_leads_to_lower_losses() -> None:
-    logs = {
-        when: sum(math.log10(train(batchopt.LBFGS, seed, 12, 0.0, when_data_change=when)[1]) for seed in range(4))
-        for when in ("forget", "keep")
-    }
-    assert logs["keep"] / 4 < logs["forget"] / 4 - 0.3
 
 
 # ---- other functions

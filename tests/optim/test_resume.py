@@ -74,36 +74,6 @@ def test_a_state_that_is_looked_at_within_a_step_changes_nothing() -> None:
     assert torch.equal(*found)
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize(
-    "make", [batchopt.LBFGS, batchopt.CG, batchopt.SSBroyden, batchopt.LevenbergMarquardt, torch.optim.Adam]
-)
-@both_dtypes
-def test_with_another_number_of_workers(make: Any, dtype: torch.dtype) -> None:
-    x = torch.linspace(-1, 1, 20, dtype=dtype).unsqueeze(1)
-    options = {
-        **({} if make is torch.optim.Adam else OPTIONS),
-        **({"history_size": 3} if make is batchopt.LBFGS else {}),
-    }
-
-    def over(workers: int) -> batchopt.BatchOptimizer:
-        torch.manual_seed(0)
-        return batchopt.BatchOptimizer(
-            Mlp(1, 6, 1).to(dtype),
-            nn.MSELoss(),
-            optimizer=lambda params: make(params, **options),
-            parallelize=workers,
-            chunk_size=5,
-            threads_per_worker=1,
-        )
-
-    with over(1) as whole, over(2) as part:
-        for _ in range(8):
-            part.load_state_dict(whole.state_dict())
-            assert part.step(x, x.sin()) == whole.step(x, x.sin())
-            assert torch.equal(part.parameters, whole.parameters)
-
-
 # Without those for sparse gradients, and those that take only matrices.
 TORCHS = sorted(
     name
@@ -113,22 +83,33 @@ TORCHS = sorted(
 )
 
 
-@pytest.mark.parametrize("name", TORCHS)
-@both_dtypes
-def test_torchs_optimizers_resume_to_the_bit(name: str, dtype: torch.dtype) -> None:
-    x = torch.linspace(-1, 1, 20, dtype=dtype).unsqueeze(1)
+OVER_WORKERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    **{name: (getattr(torch.optim, name), {"lr": 0.01}) for name in TORCHS},
+    "LBFGS": (torch.optim.LBFGS, {"max_iter": 5}),
+    "our LBFGS": (batchopt.LBFGS, {**OPTIONS, "history_size": 3}),
+    **{kind.__name__: (kind, OPTIONS) for kind in (batchopt.CG, batchopt.SSBroyden, batchopt.LevenbergMarquardt)},
+}
 
-    def made() -> batchopt.BatchOptimizer:
-        torch.manual_seed(0)
-        kind = getattr(torch.optim, name)
-        return batchopt.BatchOptimizer(Mlp(1, 6, 1).to(dtype), nn.MSELoss(), optimizer=lambda p: kind(p, lr=0.01))
 
-    with made() as whole, made() as part:
-        for _ in range(4):
-            part.load_state_dict(whole.state_dict())
+@pytest.mark.parametrize("name", OVER_WORKERS)
+def test_resumes_to_the_bit_with_another_number_of_workers(name: str) -> None:
+    kind, options = OVER_WORKERS[name]
+    for dtype in (torch.float32, torch.float64):
+        x = torch.linspace(-1, 1, 20, dtype=dtype).unsqueeze(1)
+
+        def made(workers: int, dtype: torch.dtype = dtype) -> batchopt.BatchOptimizer:
+            torch.manual_seed(0)
+            given: dict[str, Any] = {"parallelize": workers, "chunk_size": 5}
+            return batchopt.BatchOptimizer(
+                Mlp(1, 6, 1).to(dtype), nn.MSELoss(), optimizer=lambda params: kind(params, **options), **given
+            )
+
+        with made(1) as whole, made(2) as part:
             for _ in range(3):
-                assert part.step(x, x.sin()) == whole.step(x, x.sin())
-            assert torch.equal(part.parameters, whole.parameters)
+                part.load_state_dict(whole.state_dict())
+                for _ in range(2):
+                    assert part.step(x, x.sin()) == whole.step(x, x.sin())
+                assert torch.equal(part.parameters, whole.parameters)
 
 
 # ---- optimizers are copied and pickled as torch's are
@@ -182,17 +163,3 @@ def test_what_a_copy_remembers_is_all_there_is() -> None:
     assert copy.deepcopy(optimizer).result == optimizer.result
     optimizer.callback = print
     assert copy.deepcopy(optimizer).callback is print
-
-
-@pytest.mark.parametrize("kind", [batchopt.LBFGS, batchopt.CG, batchopt.SSBroyden])
-def test_a_learning_rate_may_be_a_tensor(kind: Any) -> None:
-    modules = [nn.Linear(2, 1).double() for _ in range(2)]
-    modules[1].load_state_dict(modules[0].state_dict())
-    found = []
-    for module, lr in zip(modules, (0.01, torch.tensor(0.01, dtype=torch.float64)), strict=True):
-        found.append(step(module, kind(module.parameters(), lr=lr, max_iter=2)))
-    assert found[0] == found[1] and torch.equal(modules[0].weight, modules[1].weight)
-    with pytest.raises(TypeError, match="`lr` must be a number"):
-        kind(modules[0].parameters(), lr=torch.ones(2))
-    with pytest.raises(ValueError, match="`lr` must be positive"):
-        kind(modules[0].parameters(), lr=torch.tensor(-1.0))

@@ -136,20 +136,3 @@ def test_what_the_closure_raises_leaves_the_parameters() -> None:
     with pytest.raises(KeyboardInterrupt):
         optimizer.step(fails)
     assert torch.equal(problem.x, before)
-
-
-def test_arguments_that_cannot_work() -> None:
-    problem = Regression()
-    base = torch.optim.SGD(problem.parameters, lr=0.05)
-    assert batchopt.SVRG(base).update_freq == 2
-    refused: list[tuple[tuple[Any, ...], type[Exception], str]] = [
-        ((problem.parameters,), TypeError, "`base` must be an optimizer"),
-        ((base, 1.5), TypeError, "`update_freq` must be a number of passes"),
-        ((base, True), TypeError, "`update_freq` must be a number of passes"),
-        ((base, 0), ValueError, "`update_freq` must be >= 1"),
-    ]
-    for given, error, words in refused:
-        with pytest.raises(error, match=words):
-            batchopt.SVRG(*given)
-    with pytest.raises(RuntimeError, match="call begin_pass"):
-        batchopt.SVRG(base).step(problem.closure(range(8)))

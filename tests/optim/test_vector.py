@@ -10,7 +10,7 @@ from torch import nn
 
 from batchopt import BatchOptimizer
 from batchopt._program.flatten import flatten
-from batchopt.optim.vector import Vector, _whole
+from batchopt.optim.vector import Vector
 
 
 def numbered(parameters: list[nn.Parameter]) -> list[nn.Parameter]:
@@ -34,34 +34,6 @@ def test_parameters_are_read_and_written(flat: bool) -> None:
     assert found.tolist() == list(range(27))
     vector.write(-found)
     assert torch.cat([p.detach().flatten() for p in module.parameters()]).tolist() == (-found).tolist()
-
-
-def test_parameters_of_one_x_are_one_row() -> None:
-    module = nn.Sequential(nn.Linear(3, 4), nn.ParameterList([torch.zeros(0, 2), torch.zeros(())]), nn.Linear(4, 2))
-    flat, parameters = flatten(module)
-    whole = _whole([p.detach() for p in parameters])
-    assert whole is not None
-    assert whole.data_ptr() == flat.vector.data_ptr()
-    assert whole.shape == flat.vector.shape
-    assert _whole([p.detach() for p in reversed(parameters)]) is None
-    assert _whole([p.detach() for p in (parameters[0], parameters[-1])]) is None
-
-
-def test_complex_and_real_parameters_of_one_x_are_one_row() -> None:
-    module = nn.ParameterList([torch.zeros(3), torch.tensor([[1 + 2j]])])
-    flat, parameters = flatten(module)
-    whole = _whole([p.detach() for p in parameters])
-    assert whole is not None
-    assert whole.tolist() == flat.vector.tolist() == [1, 2, 0, 0, 0]
-    assert whole.data_ptr() == flat.vector.data_ptr()
-
-
-def test_what_lies_otherwise_is_no_row() -> None:
-    base = torch.arange(12.0)
-    assert _whole([base[:6].view(2, 3).t(), base[6:]]) is None
-    assert _whole([base[:6], base[6:].view(torch.int32)]) is None
-    assert _whole([torch.view_as_complex(base.view(6, 2)).conj()]) is None
-    assert _whole([torch.empty(0)]) is None
 
 
 X, Y = torch.linspace(-1, 1, 36).view(12, 3), torch.linspace(-1, 1, 12)[:, None]
