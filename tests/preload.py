@@ -27,6 +27,7 @@ def lasting(
 def main(*arguments: Any) -> None:
     """As `forkserver.main`; workers are as a user's where `BATCHOPT_TEST_BARE` is set."""
     if "BATCHOPT_TEST_BARE" not in os.environ:
+        forkserver.LINGER = 3600.0  # a test that must start no process may come long after the last one with workers
         for name in MODULES:
             importlib.import_module(name)
     serve(*arguments)

@@ -131,9 +131,6 @@ BAD: list[tuple[list[Any], Any, str]] = [
     (["parallelize"], 2, "`parallelize` of the state must be a dict"),
     (["parallelize"], {"workers": 0, "samples": 1}, "`parallelize` of the state is"),
     (["weights"], {"a": 1.0}, "this BatchOptimizer has none"),
-    (["residuals"], [], "`residuals` of the state"),
-    *((["residuals"], {rank: X}, "`residuals` of the state") for rank in ("a", -1)),
-    *((["residuals"], {0: bad}, "`residuals` of the state") for bad in (X[:4], X.float(), [0.0] * 103)),
 ]
 
 
