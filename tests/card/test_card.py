@@ -134,29 +134,6 @@ def test_check_compares_what_is_recorded(recorded: list[Any], device: torch.devi
         assert "recorded" not in str(opt.check(*data()))
 
 
-def test_what_is_recorded_is_logged(
-    recorded: list[Any], device: torch.device, caplog: pytest.LogCaptureFixture
-) -> None:
-    with made(device, verbose=2) as opt:
-        opt.load(*data())
-        for _ in range(3):
-            opt.evaluate()
-    assert f"on {device}: 1 recorded" in caplog.text
-
-
-def test_check_and_a_checkpoint(device: torch.device, tmp_path: Any) -> None:
-    def do(opt: BatchOptimizer, x: torch.Tensor, y: torch.Tensor) -> list[float]:
-        opt.step(x, y)
-        opt.save(tmp_path / "there.pt")
-        one = opt.step(x, y)
-        opt.load_checkpoint(tmp_path / "there.pt")
-        assert opt.step(x, y) == one
-        assert opt.check(x, y).healthy
-        return [one]
-
-    both(do, device, optimizer="lbfgs")
-
-
 # ---- a batch that is elsewhere
 
 

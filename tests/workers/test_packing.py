@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from batchopt_workers.data.memory import ALIGNMENT, SharedBlock
+from batchopt_workers.data.memory import SharedBlock
 from batchopt_workers.data.packing import Packed, dumps, pack, unpack
-from batchopt_workers.data.structures import slots_of
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
 DTYPES += [torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool]
@@ -97,25 +96,6 @@ def test_a_dense_tensor_keeps_its_strides_whatever_the_order_of_its_dimensions(
         found = round_trip(tensor)
         assert found.stride() == tensor.stride()
         assert torch.equal(found, tensor)
-
-
-@pytest.mark.parametrize(
-    ("tensor", "stride"),
-    [
-        (torch.arange(24.0).view(3, 8)[:, ::2], (4, 1)),
-        (torch.arange(24.0).view(3, 8)[:, :3], (3, 1)),
-        (torch.arange(24.0).view(4, 6)[::2, :3].t(), (1, 3)),
-        (torch.arange(4.0).expand(3, 4), (4, 1)),
-        (torch.arange(6.0).as_strided((4, 3), (1, 1)), (3, 1)),
-    ],
-    ids=["every other", "first columns", "gaps, transposed", "expanded", "overlapping windows"],
-)
-def test_gaps_are_closed_and_overlaps_parted(tensor: torch.Tensor, stride: tuple[int, ...]) -> None:
-    packed = pack(tensor)
-    found = through(packed)
-    assert packed.nbytes < tensor.numel() * 4 + ALIGNMENT
-    assert found.stride() == stride
-    assert torch.equal(found, tensor)
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
@@ -203,15 +183,3 @@ def test_a_tensor_on_an_accelerator_is_not_sent(send: Callable[[Any], object]) -
         there = torch.ones(2, device="cuda")
     with pytest.raises(TypeError, match=r"a tensor is on cuda:0, and workers run on cpu: call \.cpu\(\) on it"):
         send({"a": there})
-
-
-def test_a_property_in_the_place_of_a_base_slot_is_no_slot() -> None:
-    class Base:
-        __slots__ = ("_path", "other")
-
-    class Derived(Base):
-        @property
-        def _path(self) -> str:
-            return ""
-
-    assert slots_of(Base) == ("_path", "other") and slots_of(Derived) == ("other",)
