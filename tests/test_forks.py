@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from batchopt import BatchOptimizer
-from batchopt_workers.worker import Worker
+from batchopt import BatchOptimizer, Worker
 from tests.building import Child
 
 pytestmark = [
