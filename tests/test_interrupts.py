@@ -196,6 +196,7 @@ def test_a_late_report_of_an_abandoned_call_is_not_taken_for_one_of_the_next(
             patch.setattr(pool, "look", look)
             found = opt.evaluate().item()
         assert found == pytest.approx(nn.functional.mse_loss(module(X), Y).item())
+        assert [worker.restarts for worker in opt.workers] == [0, 0]
 
 
 @pytest.mark.sampled
