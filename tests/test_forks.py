@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from batchopt import BatchOptimizer
-from batchopt_workers.worker import Worker
+from batchopt import BatchOptimizer, Worker
 from tests.building import Child
 
 pytestmark = [
@@ -166,6 +165,31 @@ def test_workers_of_multiprocessing_and_of_a_loader_are_such_children(workers: i
         process.join()
         assert process.exitcode == 0
         assert values(module) == before
+
+
+def test_without_memory_for_a_copy_there_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Net()
+    with build(module, 2):
+        before = values(module)
+        monkeypatch.setattr("batchopt_workers.data.mapping.free_memory", lambda: 0)
+        with pytest.warns(
+            RuntimeWarning, match=r"^0\.0 MB for a copy .* \(0\.0 MB are free\): the process that is forked here"
+        ):
+            child = Child(lambda: values(module))
+        assert child.said() == repr(before)
+        assert values(module) == before
+
+
+def test_alone_nothing_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*given: object) -> int:
+        raise AssertionError("shared memory")
+
+    monkeypatch.setattr("batchopt_workers.data.memory.anonymous_file", refused)
+    module = Net()
+    with build(module, 1) as opt:
+        first = opt.step(X, Y)
+        assert opt.step(X, Y) < first
+        assert not shared_mapping(module.get_parameter("layer.weight"))
 
 
 # ---- after close

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
+from threading import Thread
 from types import FrameType
 from typing import Any
 
@@ -55,6 +60,31 @@ def few(opt: BatchOptimizer) -> None:
     """For which few rows and little memory are enough."""
     opt.load(X[:4], Y[:4])
     opt.evaluate()
+
+
+@pytest.mark.filterwarnings("ignore:.*normalises by the statistics of a chunk")
+@pytest.mark.parametrize("parallelize", [1, 2])
+@pytest.mark.parametrize(
+    "name", ["batchopt._function.observer.Trials.left", "batchopt._function.engine.Engine.stepped"]
+)
+def test_a_step_that_is_interrupted_at_its_very_end_leaves_the_buffers_as_they_were(
+    name: str, parallelize: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*given: Any, **named: Any) -> None:
+        raise KeyboardInterrupt
+
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)).double()
+    with make(module, optimizer=lambda p: torch.optim.LBFGS(p, max_iter=3), parallelize=parallelize) as opt:
+        opt.step(X, Y)
+        before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+        counters = opt.batch_counter
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(name, interrupted)
+            opt.step(X, Y)
+        assert opt.batch_counter == counters
+        for key, tensor in module.state_dict().items():
+            assert torch.equal(tensor, before[key]), key
 
 
 # ---- out of a signal handler
@@ -115,6 +145,58 @@ def test_the_loaded_batch_stays_where_a_prediction_is_cut_short(parallelize: int
                 SignalAt(number).amid(lambda: opt.predict(X))
             assert all(part.training for part in opt.module.modules())
             assert opt.evaluate().item() == pytest.approx(expected)
+
+
+class Gated(Scaled):
+    """Says in eval mode that it has begun, and then waits for a file."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        self.directory = directory
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            (self.directory / f"begun-{os.getpid()}").touch()
+            while not (self.directory / "gate").exists():
+                time.sleep(0.001)
+        return super().forward(x)
+
+
+def test_a_late_report_of_an_abandoned_call_is_not_taken_for_one_of_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes to light between a look at the page and the next order."""
+
+    def interrupt() -> None:
+        while len([*tmp_path.glob("begun-*")]) < 2:
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    module = Gated(tmp_path)
+    with handling(stop), make(module) as opt:
+        opt.load(X, Y)
+        opt.evaluate()
+        thread = Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(Stop):
+            opt.predict(X)
+        thread.join()
+        with torch.no_grad():
+            module.second.bias.add_(1.0)
+        pool = opt._function.workers.backend._pool  # type: ignore[attr-defined]
+        real = pool.look
+
+        def look(listener: Any) -> None:
+            real(listener)
+            (tmp_path / "gate").touch()
+            while any(worker.evaluates for worker in pool.workers.values()):
+                time.sleep(0.001)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(pool, "look", look)
+            found = opt.evaluate().item()
+        assert found == pytest.approx(nn.functional.mse_loss(module(X), Y).item())
+        assert [worker.restarts for worker in opt.workers] == [0, 0]
 
 
 @pytest.mark.sampled

@@ -120,8 +120,8 @@ IN_TENSORS: dict[str, Change] = {
     "attribute tensor, in place": lambda m, x, y: m.shift.add_(1.0),
 }
 IN_BATCH: dict[str, Change] = {
-    "inputs": lambda m, x, y: x.mul_(2.0),
     "inputs, by data": lambda m, x, y: x.data.mul_(2.0),
+    "inputs": lambda m, x, y: x.mul_(2.0),
     "inputs, by NumPy": lambda m, x, y: _fill(x),
     "targets, by NumPy": lambda m, x, y: _fill(y),
 }

@@ -395,6 +395,12 @@ class Model(RuleBasedStateMachine):
             one.opt.close()
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evaluations are repeated also on a machine that is busy."""
+    monkeypatch.setattr("batchopt.backends.process.repeat.PATIENCE", 5.0)
+
+
 def cases(name: str, *marks: pytest.MarkDecorator, **limits: Any) -> Any:
     """A test of the model. It does not shrink: what failed is printed as it was, and each try would take a minute."""
     machine: Any = type(name, (Model,), {})
@@ -409,6 +415,7 @@ def cases(name: str, *marks: pytest.MarkDecorator, **limits: Any) -> Any:
     )
     for mark in (
         pytest.mark.filterwarnings("ignore:.*idle:UserWarning", "ignore:.*statistics of a chunk:UserWarning"),
+        pytest.mark.usefixtures("patient", "nobody_late"),
         *marks,
     ):
         case = mark(case)

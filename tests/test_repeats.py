@@ -23,6 +23,12 @@ X = torch.linspace(-2.0, 2.0, N * 3).reshape(N, 3).sin()
 Y = torch.linspace(-1.0, 3.0, N * 2).reshape(N, 2).cos()
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch, nobody_late: None) -> None:
+    """An evaluation is a repetition also on a machine that is busy."""
+    monkeypatch.setattr("batchopt.backends.process.repeat.PATIENCE", 5.0)
+
+
 class Drops(nn.Module):
     """Draws random numbers, and has running statistics."""
 

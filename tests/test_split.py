@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import batchopt
-from batchopt._mapreduce.plan import split_batch
+from batchopt import split_batch
 
 COUNTS = st.one_of(st.integers(0, 50), st.integers(0, 10**6))
 ANY_SPEED = st.one_of(st.floats(0, 1e308), st.floats(0, 10), st.sampled_from([0.0, 5e-324, 1e-300, 1.0, 2.0, 1e308]))

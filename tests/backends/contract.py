@@ -491,6 +491,7 @@ class Contract(TaskContract):
         with Descent(case.module, case.criterion, backend=self.backend, parallelize=self.asked) as opt:
             opt.load(case.inputs, case.targets)
             answers = opt.map()
+            assert [answer.rank for answer in answers] == sorted(answer.rank for answer in answers)
             assert opt.reduce(answers).item() == pytest.approx(start, rel=1e-12)
             torch.testing.assert_close(opt.grad_parameters, expected * 2, rtol=1e-12, atol=1e-14)
             assert opt.step(case.inputs, case.targets) < start

@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 from batchopt import BatchOptimizer, Worker, WorkerStartError
-from batchopt.backends.process import forkserver
 from tests.backends.scripts import assert_gone, pids, printed, running
+from tests.conftest import is_fork_server
 
 
 def small() -> BatchOptimizer:
@@ -33,8 +33,8 @@ def small() -> BatchOptimizer:
 
 def latest() -> psutil.Process:
     """The fork server as the system sees it."""
-    assert forkserver._latest is not None
-    return psutil.Process(forkserver._latest._process.pid)
+    (found,) = [child for child in psutil.Process().children() if is_fork_server(child)]
+    return found
 
 
 def test_it_is_kept_for_the_next_workers_when_it_has_ended_what_workers_left() -> None:
@@ -274,11 +274,11 @@ def test_a_slow_start_is_reported_with_what_is_imported(
     (tmp_path / "slow_library.py").write_text("import time\ntime.sleep(1.0)\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("BATCHOPT_TEST_THING", "another fork server")
-    monkeypatch.setattr(forkserver, "libraries_of", lambda program: ["slow_library"])
+    monkeypatch.setattr("batchopt.backends.process.forkserver.libraries_of", lambda program: ["slow_library"])
     monkeypatch.setattr("batchopt.backends.process.backend.libraries_of", lambda program: ["slow_library"])
-    monkeypatch.setattr(forkserver, "SLOW", 0.2)
-    monkeypatch.setattr(forkserver, "ANSWERING", 0.1)
-    monkeypatch.setattr(forkserver.logger, "propagate", False)  # as if no handler were set up
+    monkeypatch.setattr("batchopt.backends.process.forkserver.SLOW", 0.2)
+    monkeypatch.setattr("batchopt.backends.process.forkserver.ANSWERING", 0.1)
+    monkeypatch.setattr("batchopt.backends.process.forkserver.logger.propagate", False)  # as if no handler were set up
     with BatchOptimizer(nn.Linear(2, 1), nn.MSELoss(), parallelize=2, verbose=1):
         shown = capfd.readouterr().err
     assert "batchopt: waiting for the process that workers are forked from, which imports torch, slow_library" in shown

@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 import math
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
 
+from batchopt import BatchOptimizer, Sample, Worker
 from batchopt.backends.base import WorkerInfo
 from batchopt.backends.patience import ATTEMPTS
-from batchopt.backends.process.roster import INTERVAL, REAPING, BusyWorker, Roster, check
+from batchopt.backends.process.events import Events
+from batchopt.backends.process.roster import (
+    AT_WORK,
+    INTERVAL,
+    ORDERABLE,
+    REAPING,
+    SILENT,
+    STATES,
+    BusyWorker,
+    Roster,
+    State,
+    check,
+)
+from batchopt.backends.process.wanted import AFTER, NOTHING, Told, Wanted, having, lacking
 from batchopt.errors import AllWorkersLostError, WorkerLostError, WorkerStartError
+from tests.workloads import mlp
 
 
 def infos(*ranks: int) -> list[WorkerInfo]:
@@ -107,3 +124,104 @@ def test_who_gives_no_sign_for_too_long_hangs_and_who_was_killed_is_waited_for_a
     killed = BusyWorker(0, 10.0, 5.0, killed_at=20.0)
     assert check([killed], 20.0 + 0.9 * REAPING)[:2] == ([], [])
     assert check([killed], 20.0 + REAPING)[:2] == ([], [0])
+
+
+# ---- what a worker lacks is sent in one order, and with a module what it drops with the one before
+
+
+def told(value: object) -> Told:
+    return Told((), value)._replace(calls=(object(),))  # type: ignore[arg-type]  # any call
+
+
+ALL = Wanted(*[told(name) for name in Wanted._fields])
+
+
+def taken(have: Wanted, want: Wanted) -> Wanted:
+    """Once all that it lacks was sent."""
+    for name in lacking(have, want):
+        have = having(have, name, getattr(want, name))
+    return have
+
+
+def test_a_new_worker_is_sent_everything_in_the_order_of_the_fields() -> None:
+    assert [*lacking(Wanted(), ALL)] == [*Wanted._fields]
+    assert taken(Wanted(), ALL) == ALL and not [*lacking(ALL, ALL)]
+
+
+def test_what_has_changed_is_sent_alone_also_if_it_is_equal() -> None:
+    again = told("weights")._replace(calls=ALL.weights.calls)
+    assert again == ALL.weights
+    assert [*lacking(ALL, ALL._replace(weights=again))] == ["weights"]
+
+
+def test_with_a_module_all_that_belongs_to_it_is_sent_again() -> None:
+    want = ALL._replace(module=told("another"), outputs=NOTHING)
+    found = [*lacking(ALL, want)]
+    assert found == ["module", *(name for name in Wanted._fields if name in AFTER["module"])]
+    assert taken(ALL, want) == want
+
+
+def test_what_was_dropped_is_lacking_wherever_an_interrupt_came() -> None:
+    want = ALL._replace(module=told("another"))
+    for sent in range(len(Wanted._fields)):
+        have = ALL
+        for name in [*lacking(have, want)][:sent]:
+            have = having(have, name, getattr(want, name))
+        assert taken(have, want) == want
+
+
+def test_each_state_is_in_the_table_and_says_what_may_be_done() -> None:
+    assert {*STATES.values()} == {*State}
+    for key in product((True,), ("field", "function", None), (True, False)):
+        assert key in STATES
+    assert not ORDERABLE & AT_WORK and not SILENT & AT_WORK
+
+
+# ---- nobody wakes the parent up for the report of a chunk, and it hears whoever has something to say
+
+
+CHUNKS = 48
+
+
+def test_nobody_wakes_up_for_the_report_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns, wait = 0, Events.wait
+
+    def counted(pool: Events, timeout: float) -> Any:
+        nonlocal turns
+        turns += 1
+        return wait(pool, timeout)
+
+    monkeypatch.setattr(Events, "wait", counted)
+    case, found = mlp(samples=2 * CHUNKS), []
+    with BatchOptimizer(case.module, case.criterion, optimizer=None, parallelize=2, chunk_size=2) as opt:
+        opt.load(case.inputs, case.targets)
+        opt.evaluate()
+        for _ in range(8):
+            turns = 0
+            opt.evaluate()
+            found.append(turns)
+    assert min(found) <= CHUNKS // 4  # two workers end, and may take something from each other before
+
+
+class Long:
+    """A posthook that returns so many bytes."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __call__(self, worker: Worker, sample: Sample) -> bytes:
+        return bytes([sample.indices[0] % 256]) * self.size
+
+
+@pytest.mark.sampled
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("size", [2**14, 2**20])
+def test_a_full_pipe_is_emptied(size: int) -> None:
+    case = mlp(samples=2 * CHUNKS)
+    with BatchOptimizer(
+        case.module, case.criterion, optimizer=None, parallelize=2, chunk_size=2, posthook=Long(size), timeout=1000.0
+    ) as opt:
+        opt.load(case.inputs, case.targets)
+        for _ in range(2):
+            opt.evaluate()
+            assert opt.hook_results == [bytes([2 * chunk % 256]) * size for chunk in range(CHUNKS)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import sys
 import warnings
 from collections.abc import Iterator
 
@@ -107,40 +106,11 @@ def test_bytes_are_text(worker: Worker, pieces: list[bytes], text: str) -> None:
     assert worker.stderr.tail == text.rstrip()
 
 
-class Sink:
-    """All that `print(file=...)` needs of a file."""
-
-    def __init__(self) -> None:
-        self.text = ""
-
-    def write(self, text: str) -> None:
-        """Keep it."""
-        self.text += text
-
-    def flush(self) -> None:
-        """Nothing."""
-
-
 class Broken(io.StringIO):
     """The reader of the pipe is gone, or the disk is full."""
 
     def write(self, text: str) -> int:
         raise BrokenPipeError(32, "Broken pipe")
-
-
-@pytest.mark.parametrize("kind", ["none", "closed", "broken", "anything that can be printed to"])
-def test_the_tail_is_kept_whatever_our_standard_error_is(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    closed, sink, stdout = io.StringIO(), Sink(), io.StringIO()
-    closed.close()
-    stderr = {"none": None, "closed": closed, "broken": Broken()}.get(kind, sink)
-    monkeypatch.setattr(sys, "stdout", stdout)
-    monkeypatch.setattr(sys, "stderr", stderr)
-    worker.write(b"why it ended\n")
-    assert worker.stderr.tail == "why it ended"
-    assert stdout.getvalue() == ""  # it does not go there instead
-    assert sink.text == ("why it ended\n" if stderr is sink else "")
 
 
 # ---- warnings

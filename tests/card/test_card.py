@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch import nn
 
 from batchopt import CG, LBFGS, BatchOptimizer, LevenbergMarquardt, SSBroyden, Term, WorkerError
 from batchopt._function.settings import Settings
+from batchopt_workers.graphs.recording import GraphMemory
 from tests import card
 from tests.workloads import Pairs
 
@@ -132,29 +135,6 @@ def test_check_compares_what_is_recorded(recorded: list[Any], device: torch.devi
         assert "1 recorded" in found
     with made(device, optimizer="lbfgs", graph=False) as opt:
         assert "recorded" not in str(opt.check(*data()))
-
-
-def test_what_is_recorded_is_logged(
-    recorded: list[Any], device: torch.device, caplog: pytest.LogCaptureFixture
-) -> None:
-    with made(device, verbose=2) as opt:
-        opt.load(*data())
-        for _ in range(3):
-            opt.evaluate()
-    assert f"on {device}: 1 recorded" in caplog.text
-
-
-def test_check_and_a_checkpoint(device: torch.device, tmp_path: Any) -> None:
-    def do(opt: BatchOptimizer, x: torch.Tensor, y: torch.Tensor) -> list[float]:
-        opt.step(x, y)
-        opt.save(tmp_path / "there.pt")
-        one = opt.step(x, y)
-        opt.load_checkpoint(tmp_path / "there.pt")
-        assert opt.step(x, y) == one
-        assert opt.check(x, y).healthy
-        return [one]
-
-    both(do, device, optimizer="lbfgs")
 
 
 # ---- a batch that is elsewhere
@@ -374,3 +354,28 @@ def test_a_loss_that_depends_on_the_cut_is_not_cut(memory: None, device: torch.d
         card.limit(None)
         opt.load(x, y)
         assert opt.evaluate().item() == whole
+
+
+# ---- the memory that graphs of a device share
+
+
+class User:
+    """A user of a pool."""
+
+
+def test_graphs_of_a_device_share_a_pool_as_long_as_one_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    handles = count()
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
+    monkeypatch.setattr(GraphMemory, "_of", {})
+    here, there = torch.device("cuda", 0), torch.device("cuda", 1)
+    assert [GraphMemory.of(here).handle, GraphMemory.of(here).handle] == [0, 1]  # nobody used the first one
+    one, other = User(), User()
+    GraphMemory.of(here).users.add(one)
+    handle = GraphMemory.of(here).handle
+    GraphMemory.of(here).users.add(other)
+    del one
+    gc.collect()
+    assert GraphMemory.of(here).handle == handle != GraphMemory.of(there).handle
+    del other
+    gc.collect()
+    assert GraphMemory.of(here).handle != handle

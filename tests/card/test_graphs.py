@@ -171,78 +171,53 @@ def test_bits_are_those_of_eager_evaluations(
     assert "recorded" in says
 
 
-class Waits(Net):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * self.constant[0].item()
+def _counted(net: Any, y: torch.Tensor) -> torch.Tensor:
+    net.calls += 1
+    found: torch.Tensor = y * (1 + 0 * net.calls)
+    return found
 
 
-class Branches(Net):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found = super().forward(x)
-        return found if self.constant[0] > 1 else -found
+def _kept(net: Any, y: torch.Tensor) -> torch.Tensor:
+    net.last = y
+    return y
 
 
-class Masks(Net):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) + x[x > 0.5].sum()
-
-
-class Counts(Net):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return super().forward(x) * (1 + 0 * self.calls)
-
-
-class Keeps(Net):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.last = super().forward(x)
-        return self.last
-
-
-class UsesTheCpu(Net):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * torch.tensor(1.5)
-
-
-class DrawsInNumpy(Net):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * float(np.random.rand())
-
-
-class DrawsInPython(Net):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * random.random()
-
-
-class Hooked(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first.register_forward_hook(lambda module, inputs, output: output * 2)
-
-
-OBSTACLES = {
-    Waits: "waits for elements",
-    Branches: "waits for elements",
-    Masks: "waits for elements",
-    Counts: "change attributes",
-    Keeps: "change attributes",
-    UsesTheCpu: "not on the card",
-    DrawsInNumpy: "generators of NumPy or Python",
-    DrawsInPython: "generators of NumPy or Python",
-    Hooked: "'first' has hooks",
+# What a forward does with its output, or is hooked for, and why it is not recorded then.
+OBSTACLES: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], str]] = {
+    "waits": (lambda net, y: y * net.constant[0].item(), "waits for elements"),
+    "branches": (lambda net, y: y if net.constant[0] > 1 else -y, "waits for elements"),
+    "masks": (lambda net, y: y + y[y > 0.5].sum(), "waits for elements"),
+    "counts": (_counted, "change attributes"),
+    "keeps": (_kept, "change attributes"),
+    "uses the CPU": (lambda net, y: y * torch.tensor(1.5), "not on the card"),
+    "draws in NumPy": (lambda net, y: y * float(np.random.rand()), "generators of NumPy or Python"),
+    "draws in Python": (lambda net, y: y * random.random(), "generators of NumPy or Python"),
+    "hooked": (lambda net, y: y, "'first' has hooks"),
 }
 
 
+class Obstacle(Net):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        if name == "hooked":
+            self.first.register_forward_hook(lambda module, inputs, output: output * 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = OBSTACLES[self.name][0](self, super().forward(x))
+        return found
+
+
 @pytest.mark.filterwarnings("ignore:.*normalises by the statistics", "ignore:.*BatchNorm")
-@pytest.mark.parametrize("kind", OBSTACLES, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("name", OBSTACLES)
 def test_what_cannot_be_recorded_is_evaluated_eagerly_and_says_why(
-    recorded: list[Any], device: torch.device, kind: type[Net]
+    recorded: list[Any], device: torch.device, name: str
 ) -> None:
-    expected, _ = history(device, False, CHANGES["nothing"], kind)
-    found, says = history(device, True, CHANGES["nothing"], kind)
+    expected, _ = history(device, False, CHANGES["nothing"], lambda: Obstacle(name))
+    found, says = history(device, True, CHANGES["nothing"], lambda: Obstacle(name))
     same(found, expected)
     assert says.startswith("eager (")
-    assert OBSTACLES[kind] in says
+    assert OBSTACLES[name][1] in says
     assert not any(recording.replays for recording in recorded)
 
 

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from torch import nn
@@ -295,23 +294,6 @@ def test_the_directory_must_be_ours_alone(monkeypatch: pytest.MonkeyPatch, tmp_p
         opt.load(X, Y)
         with pytest.raises(CompileError, match="chmod 700"):
             opt.evaluate()
-
-
-@pytest.mark.slow
-def test_nothing_is_left_of_the_compiler() -> None:
-    def children() -> set[int]:
-        return {
-            child.pid
-            for child in psutil.Process().children(recursive=True)
-            if "compiled.compiler" in str(child.cmdline())
-        }
-
-    opt = make(net(nn.ReLU()), compile="auto")
-    opt.load(X, Y)
-    opt.evaluate()
-    assert children()
-    opt.close()
-    assert not children()
 
 
 def test_autocast_is_eager() -> None:

@@ -17,6 +17,7 @@ from batchopt_workers.compiled.trace import Traced
 from batchopt_workers.data.batch import Piece
 from batchopt_workers.data.packing import pack
 from batchopt_workers.map.program import Program
+from batchopt_workers.map.shortcuts import Comparison, Differs
 from batchopt_workers.process.torch_settings import TorchSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch's own, as in the process that compiles
@@ -213,3 +214,51 @@ def test_derivatives_by_forward_mode_have_memory() -> None:
 
     found = trace_of(net(), loss)
     assert torch.ops.aten._efficientzerotensor.default not in {node.target for node in found.graph.graph.nodes}
+
+
+# ---- the comparison with eager evaluations: rounding passes, anything else does not
+
+
+D = torch.float64
+
+
+def tensor(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=D)
+
+
+def test_rounding_passes() -> None:
+    comparison = Comparison()
+    comparison.losses(tensor(1.0 + 1e-12), tensor(1.0))
+    comparison.gradients([tensor(1e-14, 1.0), None], [tensor(0.0, 1.0), None])
+
+
+def test_of_residuals_that_cancel_rounding_is_that_of_their_terms() -> None:
+    """At the minimum of a sum of squares f is nothing but rounding."""
+    comparison = Comparison()
+    comparison.losses(tensor(1.0), tensor(1.0))
+    comparison.gradients([tensor(1.0)], [tensor(1.0)])
+    comparison.losses(tensor(2e-28), tensor(1e-28))
+    comparison.gradients([tensor(2e-14)], [tensor(1e-14)])
+    with pytest.raises(Differs, match="the loss differs by 1e-12 of 1e-12"):
+        comparison.losses(tensor(2e-12), tensor(1e-12))
+    with pytest.raises(Differs, match="a gradient differs"):
+        comparison.gradients([tensor(2e-8)], [tensor(1e-8)])
+
+
+def test_nothing_else_passes() -> None:
+    comparison = Comparison()
+    with pytest.raises(Differs, match="the loss differs"):
+        comparison.losses(tensor(1.001), tensor(1.0))
+    with pytest.raises(Differs, match="other parameters"):
+        comparison.gradients([None], [tensor(1.0)])
+    with pytest.raises(Differs, match="the loss differs by nan"):
+        comparison.losses(tensor(float("nan")), tensor(1.0))
+    with pytest.raises(Differs, match="a gradient differs by nan"):
+        comparison.gradients([tensor(float("nan"))], [tensor(1.0)])
+
+
+def test_what_is_not_finite_in_both_is_the_same() -> None:
+    comparison = Comparison()
+    for value in (float("nan"), float("inf")):
+        comparison.losses(tensor(value), tensor(value))
+        comparison.gradients([tensor(value, 1.0)], [tensor(value, 1.0)])

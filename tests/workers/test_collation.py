@@ -13,7 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchopt_workers.data import collation
 from batchopt_workers.data.collation import Collation
 from batchopt_workers.data.items import Items, Unreadable
 
@@ -85,21 +84,6 @@ def test_a_piece_is_collated_twice_and_then_kept_unless_its_tensors_are_written(
     assert collate.count == times and len({id(x) for x in found}) == 5
 
 
-def test_what_is_written_later_and_what_failed_is_collated_again_too() -> None:
-    kept, collate = Collation(), Collating(graphs)
-    run(kept, collate, times=4)
-    run(kept, collate, in_place)
-    assert collate.count == 2
-    assert run(kept, collate).x.tolist() == [0, 1, 2, 3]
-    assert collate.count == 3
-    kept, collate = Collation(), Collating(graphs)
-    run(kept, collate, times=3)
-    kept.of(KEY, collate)
-    kept.forget()
-    run(kept, collate)
-    assert collate.count == 3
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -117,22 +101,6 @@ def test_what_draws_or_what_nobody_can_watch_is_collated_each_time(make: Callabl
     kept, collate = Collation(), Collating(make)
     run(kept, collate, times=4)
     assert collate.count == 4
-
-
-def test_no_more_is_kept_than_the_batch_has_or_the_limit_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collation, "LEAST", 0)
-    batch = torch.zeros(1000)
-    small, large = Collating(lambda: torch.zeros(700)), Collating(lambda: torch.zeros(900))
-    kept = Collation([batch])
-    for _ in range(4):
-        for i, collate in enumerate((small, large)):
-            kept.of((0, i, i + 1), collate)
-        kept.check()
-    assert (small.count, large.count) == (2, 4)
-    views = Collating(lambda: batch[3:])
-    kept = Collation([batch])
-    run(kept, views, times=4)
-    assert views.count == 2  # memory of the batch itself is no more memory
 
 
 @pytest.mark.parametrize("same", [True, False])

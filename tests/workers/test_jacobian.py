@@ -128,26 +128,6 @@ def test_rows_and_products(case: str, dtype: torch.dtype) -> None:
     assert all(parameter.grad is None for parameter in module.parameters())
 
 
-def test_inputs_of_any_structure() -> None:
-    class Fields(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mlp = Mlp()
-
-        def forward(self, fields: dict[str, Any]) -> torch.Tensor:
-            found: torch.Tensor = self.mlp(fields["x"] * fields["scale"]) * fields["weights"][0]
-            return found
-
-    module, jacobian = by_rows(difference, Fields().double())
-    inputs = {"x": X, "weights": (Y[:, :1],), "scale": torch.tensor(2.0, dtype=torch.float64), "name": "a"}
-    (block,) = jacobian.blocks(inputs, Y, 23)
-    assert jacobian.one_by_one == 0
-    same(block.rows, module, difference(module, inputs, Y))
-    module, jacobian = by_rows(difference)  # and a sample that is not one of several
-    (block,) = jacobian.blocks(X[0], Y[0], None)
-    same(block.rows, module, difference(module, X[0], Y[0]))
-
-
 def complex_numbers(module: Any, inputs: Any, targets: Any) -> torch.Tensor:
     return torch.complex(module(inputs), targets)
 

@@ -1,12 +1,20 @@
 from __future__ import annotations
 
+import threading
 from contextlib import suppress
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchopt_workers.data.layout import Layout, Slot
+from batchopt_workers.data.memory import SharedBlock
+from batchopt_workers.map.sums import PartialSum, Report, Rows, rows_nbytes
+from batchopt_workers.map.tree import Node
 from batchopt_workers.process.failures import Failure
+from batchopt_workers.process.messages import Kind, Order, Start
+from batchopt_workers.process.page import DONE, PAGE, Board
 
 U64 = st.integers(0, 2**64 - 1)
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)  # what UTF-8 can say
@@ -43,3 +51,119 @@ CHANGES = st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 255)), min_siz
 def test_any_bytes_and_damaged_ones_are_a_failure_or_a_value_error(frame: bytes) -> None:
     with suppress(ValueError):
         assert isinstance(Failure.decode(frame), Failure)
+
+
+# ---- the page of a worker: what each side writes, the other one reads, whenever it looks
+
+
+I63 = st.integers(0, 2**62)
+FLOATS = st.floats(allow_nan=False)
+LAYOUT = Layout((Slot("a", (2,), 0), Slot("b", (1,), 2)), torch.float32)
+TERMS, ROWS = 2, 5
+
+
+def rows() -> Rows:
+    return Rows(LAYOUT, 0, ROWS, SharedBlock.create(rows_nbytes(LAYOUT, 0, ROWS, TERMS)), terms=TERMS)
+
+
+PARTIALS = st.lists(
+    st.builds(
+        PartialSum,
+        st.integers(0, ROWS - 1),
+        st.tuples(*[FLOATS] * TERMS),
+        st.binary(min_size=len(LAYOUT.slots), max_size=len(LAYOUT.slots)),
+    ),
+    max_size=ROWS,
+    unique_by=lambda partial: partial.row,
+)
+NODES = st.builds(Node, st.integers(0, 40), st.integers(0, 2**32))
+REPORTS = st.builds(
+    lambda next_, began, seconds, drew, partials, nodes: Report(
+        next_, began, seconds, drew, [*zip(nodes, partials, strict=False)]
+    ),
+    I63,
+    FLOATS,
+    FLOATS,
+    st.booleans(),
+    PARTIALS,
+    st.lists(NODES, min_size=ROWS, max_size=ROWS),
+)
+
+
+@given(I63, st.builds(Order, I63, I63, I63, I63, st.sampled_from(Kind)), st.builds(Start, I63, I63))
+@settings(deadline=None)
+def test_an_order_is_read_until_it_is_done(number: int, order: Order, start: Start) -> None:
+    board = Board.create(3)
+    ours, theirs, number = board.page(1), Board(board.block, 3).page(1), number + 1
+    assert theirs.order() is None and board.is_done
+    ours.write(number, order, start)
+    assert theirs.order() == (number, order, start) and not board.is_done
+    assert board.page(0).order() is None and board.page(2).order() is None
+    theirs.finish(number, None)
+    assert theirs.order() is None and ours.ints[DONE] == number and board.is_done
+
+
+@given(st.lists(REPORTS, min_size=1, max_size=4), st.integers(0, 9), st.booleans())
+@settings(deadline=None)
+def test_the_latest_report_is_read_as_it_was_made(reports: list[Report], said: int, hooked: bool) -> None:
+    board, memory = Board.create(1), rows()
+    page = board.page(0)
+    for report in reports:
+        page.report(report, said, hooked, memory)
+        assert board.page(0).read(memory) == (report, hooked)
+    without = [(node, partial._replace(losses=(), used=b"")) for node, partial in reports[-1].partials]
+    assert page.read(None)[0] == reports[-1]._replace(partials=without)
+
+
+def report(chunk: int, row: int = 0) -> Report:
+    return Report(chunk, 1.0, 2.0, False, [(Node(0, chunk), PartialSum(row, (float(chunk),) * TERMS, b"\1\1"))])
+
+
+def test_a_death_in_the_middle_of_a_report_leaves_the_one_before() -> None:
+    board, memory = Board.create(1), rows()
+    page = board.page(0)
+    page.report(report(1), 0, False, memory)
+    before = bytes(board.block.memory.data)
+    page.report(report(2, row=1), 0, False, memory)
+    after = bytes(board.block.memory.data)
+    changed = [i for i in range(0, 8 * 2 * PAGE, 8) if before[i : i + 8] != after[i : i + 8]]
+    board.block.memory.data[:] = before
+    for i in changed[1:]:  # the number of reports, which is the first on the page, is written last
+        board.block.memory.data[i : i + 8] = after[i : i + 8]
+        assert page.read(memory)[0] == report(1)
+
+
+def test_a_reader_that_is_overtaken_reads_again() -> None:
+    board, memory = Board.create(1), rows()
+    page, over = board.page(0), threading.Event()
+
+    def write() -> None:
+        chunk = 0
+        while not over.is_set():
+            chunk += 1
+            page.report(report(chunk, row=chunk % ROWS), 0, False, memory)
+
+    page.report(report(0), 0, False, memory)
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for _ in range(2000):
+            found, _ = board.page(0).read(None)
+            ((node, partial),) = found.partials
+            assert node == (0, found.next) and partial.row == found.next % ROWS
+    finally:
+        over.set()
+        writer.join()
+
+
+@given(st.lists(st.tuples(st.integers(0, PAGE - 1), st.integers(-(2**63), 2**63 - 1)), min_size=1, max_size=6))
+@settings(deadline=None, max_examples=200)
+def test_a_damaged_page_is_a_report_or_a_value_error(changes: list[tuple[int, int]]) -> None:
+    board, memory = Board.create(1), rows()
+    page = board.page(0)
+    page.report(report(1), 0, False, memory)
+    for at, number in changes:
+        page.ints[at] = number
+    with suppress(ValueError):
+        found, _ = page.read(memory)
+        assert all(0 <= partial.row < ROWS for _, partial in found.partials)
