@@ -425,7 +425,7 @@ def test_other_chunks_decide_how_a_list_is_read_and_objects_are_one_list() -> No
     samples = collected(either, [torch.ones(4)], (2, 1))
     assert [len(sample) for sample in samples] == [2, 2, 4]
     assert collected([1, "a", None], [{}, []]) == [1, "a", None, {}, []]
-    with pytest.raises((ValueError, WorkerError), match="one tensor a sample, or one row a sample .*return a tuple"):
+    with pytest.raises((ValueError, WorkerError), match=r"one tensor a sample, or one row a sample .*return a tuple"):
         collected(either, either, (2, 2))
 
 

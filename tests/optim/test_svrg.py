@@ -32,14 +32,8 @@ class Regression:
         def evaluate() -> torch.Tensor:
             for parameter in self.parameters:
                 parameter.grad = None
-            loss = (
-                (
-                    ROWS[rows.start : rows.stop] @ torch.cat(list[torch.Tensor](self.parameters))
-                    - RIGHT[rows.start : rows.stop]
-                )
-                .square()
-                .mean()
-            )
+            here = slice(rows.start, rows.stop)
+            loss = (ROWS[here] @ torch.cat(list[torch.Tensor](self.parameters)) - RIGHT[here]).square().mean()
             loss.backward()  # type: ignore[no-untyped-call]
             return loss
 
