@@ -39,7 +39,9 @@ CASE = mlp()
 def optimizer(kind: str, steps: int = 1) -> BatchOptimizer:
     """One that has made some steps."""
     torch.manual_seed(steps)
-    opt = BatchOptimizer(Mlp().double(), CASE.criterion, optimizer=KINDS[kind], seed=7)
+    module = torch.nn.Sequential(Mlp(), torch.nn.BatchNorm1d(4)).double().eval()
+    module.get_buffer("1.running_mean").fill_(steps)
+    opt = BatchOptimizer(module, CASE.criterion, optimizer=KINDS[kind], seed=7)
     for _ in range(steps):
         if isinstance(opt.optimizer, batchopt.SVRG):
             opt.optimizer.begin_pass(lambda: opt.full_gradient([(CASE.inputs, CASE.targets)]))
@@ -105,14 +107,14 @@ def test_older_states_which_do_not_say_their_class_load_if_their_options_are_the
             assert everything(other) == before
 
 
-X = torch.zeros(103, dtype=torch.float64)
+X = torch.zeros(111, dtype=torch.float64)
 # What is changed in a state, to what, and what is said. DROP takes it out.
 DROP = object()
 BAD: list[tuple[list[Any], Any, str]] = [
     *(([name], DROP, f"lacks \\['{name}'\\]") for name in ("module", "history", "speeds", "seed", "optimizer")),
     (["module"], [1], "`module` of the state must be a dict.*got list"),
-    (["module", "second.bias"], "text", "second.bias"),
-    (["module", "second.bias"], torch.zeros(7), "second.bias"),
+    (["module", "0.second.bias"], "text", "0.second.bias"),
+    (["module", "0.second.bias"], torch.zeros(7), "0.second.bias"),
     *((["speeds"], bad, "`speeds` of the state") for bad in ("fast", ["fast"], 3.0, [math.inf], [-1.0])),
     (["history"], [], "`history` of the state must be a dict"),
     (["history", "evaluations"], "many", "has evaluations 'many'"),
@@ -133,7 +135,7 @@ BAD: list[tuple[list[Any], Any, str]] = [
     (["weights"], {"a": 1.0}, "this BatchOptimizer has none"),
     (["residuals"], [], "`residuals` of the state"),
     *((["residuals"], {rank: X}, "`residuals` of the state") for rank in ("a", -1)),
-    *((["residuals"], {0: bad}, "`residuals` of the state") for bad in (X[:4], X.float(), [0.0] * 103)),
+    *((["residuals"], {0: bad}, "`residuals` of the state") for bad in (X[:4], X.float(), [0.0] * 111)),
 ]
 
 
