@@ -14,15 +14,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from batchopt import BatchOptimizer
 from batchopt._data.arguments import (
-    check_callable,
     read,
     read_devices,
     read_parallelize,
     read_speeds,
 )
+from batchopt._data.batches import BatchSpec, read_part
 from batchopt._function.settings import Settings
 from batchopt._machine.cores import usable_cores
 from batchopt._mapreduce.speeds import Speeds
@@ -109,9 +110,8 @@ HOOKS: dict[str, Any] = {
 
 @pytest.mark.parametrize("hook", HOOKS.values(), ids=HOOKS)
 def test_whatever_can_be_called_so_is_a_hook(hook: Any) -> None:
-    check_callable("precode", lambda worker: None)
-    check_callable("prehook", hook)
-    check_callable("posthook", hook)
+    with BatchOptimizer(torch.nn.Linear(1, 1), torch.nn.MSELoss(), prehook=hook, posthook=hook) as opt:
+        assert opt.prehook is hook and opt.posthook is hook
 
 
 def test_settings_have_the_arguments_of_a_batch_optimizer() -> None:
@@ -131,3 +131,32 @@ def test_a_device_without_a_number_is_that_of_the_rank(
     if rank is not None:
         monkeypatch.setenv("LOCAL_RANK", str(rank))
     assert read_devices(["cuda", "cpu"], 1) == (torch.device("cuda", index), torch.device("cpu"))
+
+
+def test_parameters_are_where_the_workers_are() -> None:
+    """As far as the backend can tell: nothing shared, and not on the cpu."""
+    setup: Any = SimpleNamespace(flat=SimpleNamespace(block=None, vector=torch.empty(3, device="meta")))
+    with pytest.raises(ValueError, match=r"parameters are on meta; workers run on cpu: call"):
+        backend_class("process").check(setup)
+
+
+X = torch.rand(3)
+PLACES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "inputs": lambda t: t,
+    "inputs[1]": lambda t: (X, t),
+    "inputs['b'][0]": lambda t: {"a": X, "b": [t]},
+    "inputs[1]['a']": lambda t: [{"a": X}, {"a": t}, {}],
+}
+
+
+@pytest.mark.parametrize("path", PLACES)
+def test_a_batch_is_where_the_workers_are(path: str) -> None:
+    spec, wrap = BatchSpec(None, "mean", None, None, torch.device("cpu")), PLACES[path]
+    with FakeTensorMode():
+        elsewhere = torch.ones(3, 2, device="cuda:1")
+    with pytest.raises(ValueError) as caught:
+        read_part(wrap(elsewhere), None, None, spec)
+    assert (
+        str(caught.value) == f"`{path}` is on cuda:1; workers run on cpu: call .to('cpu') on it, or use parallelize=1"
+    )
+    assert read_part(wrap(elsewhere), None, None, BatchSpec(None, "mean", None, None)).size == 3

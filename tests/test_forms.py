@@ -218,6 +218,38 @@ ROWS_OF_NUMBERS: dict[str, Any] = {
     "tensors": lambda x, y: [*y[:, 0]],
     "counts": lambda x, y: y[:, 0].long(),
 }
+LOSSES: list[tuple[Any, torch.Tensor]] = [
+    (CE(weight=UNEQUAL), CLASSES),
+    (CE(weight=UNEQUAL), SHARES),
+    (CE(weight=UNEQUAL, label_smoothing=0.1), SOME),
+    (CE(weight=UNEQUAL, reduction="sum", ignore_index=1), CLASSES),
+    *((BCE(weight=ENTRIES[:rows, :columns]), SHARES) for rows, columns in ((N, 4), (N, 1))),
+    (BCE(weight=ENTRIES[0]), SHARES),
+    (BCE(pos_weight=ENTRIES), SHARES),
+]
+LOSSES_WITH_WEIGHTS: list[tuple[Any, torch.Tensor, Plain]] = [
+    (nn.MSELoss(reduction="sum"), Y, lambda module: (W[:, None] * (module(X) - Y).square()).sum()),
+    (nn.L1Loss(), Y, weighing(F.l1_loss)),
+    (nn.HuberLoss(delta=0.3), Y, weighing(lambda o, t, reduction: F.huber_loss(o, t, reduction, 0.3))),
+    (
+        nn.KLDivLoss(reduction="batchmean"),
+        SHARES,
+        lambda module: (W[:, None] * F.kl_div(module(X), SHARES, reduction="none")).sum() / W.sum(),
+    ),
+    (BCE(), SHARES, weighing(F.binary_cross_entropy_with_logits, SHARES)),
+    (
+        BCE(weight=ENTRIES),
+        SHARES,
+        weighing(
+            lambda o, t, reduction: F.binary_cross_entropy_with_logits(o, t, ENTRIES, reduction=reduction),
+            SHARES,
+        ),
+    ),
+    (CE(), SOME, class_loss(SOME)),
+    (CE(weight=UNEQUAL), SOME, class_loss(SOME, weight=UNEQUAL)),
+    (CE(weight=UNEQUAL, label_smoothing=0.1), SOME, class_loss(SOME, weight=UNEQUAL, label_smoothing=0.1)),
+    (CE(), SHARES, weighing(F.cross_entropy, SHARES)),
+]
 FORMS: dict[str, Built] = {
     "tensors": ((X, Y), MSE, squares),
     "residuals": ((X, Y), {"residual": difference}, squares),
@@ -286,16 +318,8 @@ FORMS: dict[str, Built] = {
         of_counts,
     ),
     **{
-        f"{kind}{criterion}": ((batch(targets)), {"criterion": criterion}, by(criterion, targets))
-        for criterion, targets in (
-            (CE(weight=UNEQUAL), CLASSES),
-            (CE(weight=UNEQUAL), SHARES),
-            (CE(weight=UNEQUAL, label_smoothing=0.1), SOME),
-            (CE(weight=UNEQUAL, reduction="sum", ignore_index=1), CLASSES),
-            *((BCE(weight=ENTRIES[:rows, :columns]), SHARES) for rows, columns in ((N, 4), (N, 1))),
-            (BCE(weight=ENTRIES[0]), SHARES),
-            (BCE(pos_weight=ENTRIES), SHARES),
-        )
+        f"{kind}{criterion} {number}": ((batch(targets)), {"criterion": criterion}, by(criterion, targets))
+        for number, (criterion, targets) in enumerate(LOSSES)
         for kind, batch in (
             ("", lambda targets: (X, targets)),
             ("read, ", lambda targets: (Pairs(X, targets),)),
@@ -312,30 +336,8 @@ FORMS: dict[str, Built] = {
         )
     },
     **{
-        f"weights of {criterion}": ((Weighted(X, W), targets), {"criterion": criterion}, plain)
-        for criterion, targets, plain in (
-            (nn.MSELoss(reduction="sum"), Y, lambda module: (W[:, None] * (module(X) - Y).square()).sum()),
-            (nn.L1Loss(), Y, weighing(F.l1_loss)),
-            (nn.HuberLoss(delta=0.3), Y, weighing(lambda o, t, reduction: F.huber_loss(o, t, reduction, 0.3))),
-            (
-                nn.KLDivLoss(reduction="batchmean"),
-                SHARES,
-                lambda module: (W[:, None] * F.kl_div(module(X), SHARES, reduction="none")).sum() / W.sum(),
-            ),
-            (BCE(), SHARES, weighing(F.binary_cross_entropy_with_logits, SHARES)),
-            (
-                BCE(weight=ENTRIES),
-                SHARES,
-                weighing(
-                    lambda o, t, reduction: F.binary_cross_entropy_with_logits(o, t, ENTRIES, reduction=reduction),
-                    SHARES,
-                ),
-            ),
-            (CE(), SOME, class_loss(SOME)),
-            (CE(weight=UNEQUAL), SOME, class_loss(SOME, weight=UNEQUAL)),
-            (CE(weight=UNEQUAL, label_smoothing=0.1), SOME, class_loss(SOME, weight=UNEQUAL, label_smoothing=0.1)),
-            (CE(), SHARES, weighing(F.cross_entropy, SHARES)),
-        )
+        f"weights of {criterion} {number}": ((Weighted(X, W), targets), {"criterion": criterion}, plain)
+        for number, (criterion, targets, plain) in enumerate(LOSSES_WITH_WEIGHTS)
     },
     "terms": terms_of((X, Y)),
     "terms and a dataset": terms_of(Pairs(X, Y)),

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from batchopt import BatchOptimizer, NonFiniteError, PoisonChunkError, Sample, Term, Worker, WorkerError
+from batchopt import BatchOptimizer, NonFiniteError, Sample, Term, Worker, WorkerError
 from tests.building import loaded
 from tests.workloads import misfit, size
 
@@ -215,17 +215,6 @@ def test_an_infinite_sum_is_returned_where_that_is_wanted_and_is_no_number_for_t
     with BatchOptimizer(network(), terms={"high": Term(lambda m, x, _: m(x).sum() * 0 + 1e10, 1e300)}) as opt:
         with pytest.raises(NonFiniteError, match="or the sum overflows"):
             opt.step({"high": X})
-
-
-def test_a_chunk_that_ends_three_workers_is_named_by_its_terms() -> None:
-    def die(worker: Worker, sample: Sample) -> None:
-        if sample.term == "data":
-            os._exit(3)
-
-    with made(parallelize=2, chunk_size=20, speeds=[1, 1], prehook=die) as opt:
-        opt.load(data())
-        with pytest.raises(PoisonChunkError, match=r"chunk 1 \(samples 20\.\.22 of term 'pde', samples 0\.\.8 of term"):
-            opt.evaluate()
 
 
 @EACH

@@ -136,6 +136,7 @@ def test_f_gradient_and_normal_equations(parallelize: int, loss: str, weights: t
     torch.testing.assert_close(normal.matrix, rows.T @ (weight.reshape(-1, 1) * rows), rtol=1e-6, atol=1e-10)
     # half the sum of SciPy's squares is f, and its gradient is f's
     assert 0.5 * float(fun @ fun) == pytest.approx(found[0], rel=1e-12)
+    assert np.array_equal(np.sign(fun), (r.detach().sign() * counted.sign()[:, None]).flatten().numpy())
     np.testing.assert_allclose(jac.T @ fun, found[1].numpy(), rtol=1e-9, atol=1e-12)
     np.testing.assert_allclose(by_products[0], found[1].numpy(), rtol=1e-9, atol=1e-12)
     np.testing.assert_allclose(by_products[1], jac @ v.numpy(), rtol=1e-9, atol=1e-12)

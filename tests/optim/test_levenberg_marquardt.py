@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from batchopt import BatchOptimizer, Iteration, LevenbergMarquardt, Result, Status
-from tests.backends.least_squares_contract import DATA, flow, terms
+from batchopt import BatchOptimizer, Iteration, LevenbergMarquardt, NonFiniteError, Result, Status, Term
+from tests.backends.least_squares_contract import DATA, flow, misfit, terms
 from tests.building import loaded
 from tests.optim import reference
 from tests.workloads import Mlp
@@ -173,6 +173,29 @@ def test_another_function_is_recognised_and_damping_survives_it_if_it_is_told_to
         problem.residuals = residuals
         result = problem.step()
         assert not result.kept and result.forgotten == ("the function changed between two steps",)
+
+
+def test_a_second_order_that_is_not_finite_leaves_the_step_straight() -> None:
+    class Bad(Plain):
+        def acceleration(self, v: torch.Tensor) -> torch.Tensor:
+            raise NonFiniteError("second derivative is not finite", 0, range(0), 0, 1)
+
+    assert Bad(decay, START, geodesic=True, **EXACT).step().f == Plain(decay, START, **EXACT).step().f
+
+
+class Penalised(BatchOptimizer):
+    """Adds to f what is no square of a residual."""
+
+    def reduce(self, answers: Any) -> torch.Tensor:
+        return super().reduce(answers) + 1.0
+
+
+def test_where_f_is_another_sum_it_is_told_before_anything_moves() -> None:
+    with Penalised(flow(), terms={"a": Term(residual=misfit)}, optimizer="lm") as opt:
+        before = opt.fingerprint()
+        with pytest.raises(ValueError, match=r"the sum of the squares is .* where f is"):
+            opt.step({"a": DATA["data"]})
+        assert opt.fingerprint() == before
 
 
 # On workers

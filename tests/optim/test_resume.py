@@ -63,6 +63,16 @@ def test_at_every_iteration_of_levenberg_marquardt(scaling: str, options: dict[s
             break  # there is nothing lower
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_of_other_parameters_is_refused(kind: str) -> None:
+    problem, fitted = Problem(KINDS[kind], rosenbrock, start()), Plain(decay, torch.tensor([30.0, 8.0, 0.5]))
+    problem.step(), fitted.step()
+    with pytest.raises(ValueError, match="the state is of 6 parameters; here are 7"):
+        Problem(KINDS[kind], rosenbrock, start(7)).optimizer.load_state_dict(saved(problem.optimizer))
+    with pytest.raises(ValueError, match="the state is of 3 parameters; here are 2"):
+        Plain(lambda x: x, torch.ones(2)).optimizer.load_state_dict(saved(fitted.optimizer))
+
+
 def test_a_state_that_is_looked_at_within_a_step_changes_nothing() -> None:
     found = []
     for looks in (False, True):
