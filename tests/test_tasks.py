@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -125,6 +126,23 @@ def test_results_of_many_batches_take_no_descriptors() -> None:
             found = opt.predict(iter([X] * 60), transform=lambda rows: rows.repeat(1, 100))
             kept = [rows for rows, _ in opt.iter_predict(iter([X] * 60), transform=lambda rows: rows.repeat(1, 100))]
     assert torch.equal(found, torch.cat(kept)) and len(found) == 60 * len(X)
+
+
+@pytest.mark.parametrize("parallelize", [1, 2])
+def test_a_sparse_buffer_is_no_change_of_the_program(parallelize: int) -> None:
+    module = nn.Sequential(nn.Linear(3, 1))
+    module.register_buffer("sparse", torch.eye(3).to_sparse())
+    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=parallelize) as opt:
+        opt.load(torch.ones(8, 3), torch.zeros(8, 1))
+        opt.predict(torch.ones(4, 3))
+        assert opt.total(lambda module, inputs, targets: len(inputs)) == 8
+
+
+def test_what_cannot_be_sent_back_is_told() -> None:
+    with BatchOptimizer(nn.Linear(3, 1), nn.MSELoss(), optimizer=None, parallelize=2) as opt:
+        with pytest.raises(WorkerError, match="the function returned an object that cannot be sent"):
+            opt.run_on_workers(lambda worker: threading.Lock())
+        assert opt.run_on_workers(lambda worker: worker.rank) == [0, 1]
 
 
 def test_limits_of_workers_are_named_and_survived() -> None:

@@ -138,7 +138,8 @@ class SerialBackend(Backend):
         self._follow()
 
     def begin_task(self, task: Task, batch: Batch | None, follow: bool) -> bool:
-        changed = follow and self._follow()
+        # What cannot be compared (a sparse buffer, say) is evaluated where it is: the next step looks at it again.
+        changed = follow and not self._snapshot.looks_the_same() and self._follow()
         if batch is not None and self._setup.fixed_bits:
             batch = batch.realigned()
         self._evaluator.tasks.begin(task, batch)

@@ -104,7 +104,12 @@ def _call(mailbox: _Mailbox, session: Session, body: bytes) -> bytes:
         arguments = (*arguments, mailbox.take_descriptor())
     faults.point(f"worker.{name}")
     result = method(session, *arguments)
-    return _NOTHING if result is None else cloudpickle.dumps(result)
+    if result is None:
+        return _NOTHING
+    try:
+        return cloudpickle.dumps(result)  # type: ignore[no-any-return]
+    except Exception as error:  # whatever the user's classes raise
+        raise _unsendable(error) from error
 
 
 class Told:
@@ -249,8 +254,12 @@ def dumps(result: Any) -> bytes:
     try:
         _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(result)
     except Exception as error:  # whatever the user's classes raise
-        raise TypeError(
-            f"the function returned an object that cannot be sent ({type(error).__name__}: {error}): return tensors, "
-            "numbers and text"
-        ) from error
+        raise _unsendable(error) from error
     return file.getvalue()
+
+
+def _unsendable(error: Exception) -> TypeError:
+    return TypeError(
+        f"the function returned an object that cannot be sent ({type(error).__name__}: {error}): return tensors, "
+        "numbers and text"
+    )
