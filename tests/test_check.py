@@ -17,7 +17,7 @@ from tests.pairs import covering
     [
         ("tests/test_split.py", ["tests/test_split.py"]),
         ("README.md", ["tests/test_docs.py"]),
-        ("workers/batchopt_workers/map/tree.py", ["tests/workers/test_tree.py", "tests/workers/test_evaluate.py"]),
+        ("workers/batchopt_workers/map/tree.py", ["tests/workers/test_tree.py", "tests/test_reduce.py"]),
         ("batchopt/backends/process/roster.py", ["tests/backends/test_process_roster.py"]),
         ("batchopt/optim/lbfgs.py", ["tests/optim/test_lbfgs.py"]),
         ("tests/workloads.py", ["tests/test_exact.py"]),

@@ -77,6 +77,7 @@ def test_programs_with_other_libraries_run(page: Path, tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.slow
 def test_the_readmes_program_prints_what_the_readme_says(tmp_path: Path) -> None:
     program = tmp_path / "readme.py"
     program.write_text("\n".join(blocks(ROOT / "README.md")))

@@ -235,7 +235,7 @@ def test_a_hundred_replaced_workers_leave_no_descriptor_and_no_process() -> None
             opt.step(case.inputs, case.targets)
             opt.run_on_workers(lambda worker: None)  # waits for the new one
         assert psutil.Process().num_fds() <= before + 2
-        workers = [child for child in psutil.Process().children(recursive=True) if not is_fork_server(child)]
+        workers = [child for child in psutil.Process().children(recursive=True) if not is_fork_server(child.pid)]
         assert len(workers) == 2
         assert sum(worker.restarts for worker in opt.workers) == 15
 

@@ -33,7 +33,7 @@ def small() -> BatchOptimizer:
 
 def latest() -> psutil.Process:
     """The fork server as the system sees it."""
-    (found,) = [child for child in psutil.Process().children() if is_fork_server(child)]
+    (found,) = [child for child in psutil.Process().children() if is_fork_server(child.pid)]
     return found
 
 

@@ -189,7 +189,7 @@ multiprocessing.set_start_method("spawn")
         opt.step(torch.cat([case.inputs] * 9), torch.cat([case.targets] * 9))
         everyone = [os.getpid(), *(worker.pid for worker in opt.workers)]
         children = psutil.Process().children(recursive=True)
-        assert {child.pid for child in children if not is_fork_server(child)} == set(everyone[1:])
+        assert {child.pid for child in children if not is_fork_server(child.pid)} == set(everyone[1:])
         assert not listening([os.getpid(), *(child.pid for child in children)])
         assert multiprocessing.active_children()
 

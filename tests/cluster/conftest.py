@@ -51,7 +51,7 @@ def nothing_left_behind() -> Iterator[None]:
     yield
     collect_garbage()
     new = [child for child in me.children(recursive=True) if child.pid not in children]
-    left = [child for child in new if of_ours(child) and not is_fork_server(child)]
+    left = [child for child in new if of_ours(child) and not is_fork_server(child.pid)]
     _, left = psutil.wait_procs(left, timeout=PATIENCE)
     assert not left, f"processes left: {[process.cmdline() for process in left]}"
 

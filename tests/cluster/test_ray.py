@@ -45,6 +45,7 @@ def node_of(pid: int, cluster: Cluster) -> Any:
     raise LookupError
 
 
+@pytest.mark.slow
 def test_the_same_bits_as_one_process_and_as_worker_processes(two_nodes: Cluster, undisturbed: str) -> None:
     assert steps("process", 3) == undisturbed
     assert steps("ray", 2) == undisturbed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +14,19 @@ import pytest
 from batchopt.backends import BACKENDS
 from tests.conftest import PATIENCE, collect_garbage, is_fork_server, named_memory
 from tests.nodes import local
+
+# Of each part of the contract some, and what is about losses of workers; the rest is what nodes have in common with
+# every other backend.
+SOME = re.compile(
+    "do_not_depend|failed_step|goes_on_in_one|is_one_error|killed|normal_equations|writes_state|number_of"
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The rest of the contract is slow."""
+    for item in items:
+        if "nodes/test_contract.py" in item.nodeid and not SOME.search(item.name):
+            item.add_marker("slow")
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -33,7 +47,7 @@ def strangers() -> list[psutil.Process]:
         with suppress(psutil.NoSuchProcess):
             if child.pid in idle:
                 found += [worker for template in child.children() for worker in template.children(recursive=True)]
-            elif not is_fork_server(child):
+            elif not is_fork_server(child.pid):
                 found.append(child)
     return found
 
