@@ -137,8 +137,14 @@ CHANGES: dict[str, Callable[[nn.Module, Scaled], object]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("parallelize", [1, 2])
+@pytest.mark.parametrize(
+    ("change", "parallelize"),
+    [
+        pytest.param(change, n, marks=[pytest.mark.nightly] * (i % 2 == n - 1))
+        for i, change in enumerate(CHANGES)
+        for n in (1, 2)
+    ],
+)
 def test_what_the_user_changes_is_seen(change: str, parallelize: int) -> None:
     loss, module = Scaled(), net(nn.Dropout(0.0))
     with make(module, loss_fn=loss, parallelize=parallelize) as opt:
