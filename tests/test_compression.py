@@ -13,6 +13,8 @@ from torch import nn
 import batchopt
 from batchopt import BatchOptimizer
 from batchopt._mapreduce.compression import Compression, DoesNotFit, Rounded, TwoBit, compress, read_compress
+from batchopt.backends.nodes.wire import Wire
+from batchopt_workers.data.layout import Layout
 
 HALF = Rounded(torch.float16)
 BRAIN = Rounded(torch.bfloat16)
@@ -66,6 +68,18 @@ def test_what_is_sent_and_what_is_left_are_all_that_there_was(dtype: torch.dtype
         total += gradient
         arrived += value
         assert torch.equal(arrived + residual, total)
+
+
+def test_what_does_not_count_leaves_the_residual_as_it_was() -> None:
+    wire = Wire(TwoBit(0.5), Layout.of([("a", torch.zeros(2))], torch.float32))
+    gradient = [torch.tensor([0.75, 0.3])]
+    (first,) = wire.encode(gradient, 1, 1, range(2))
+    (again,) = wire.encode(gradient, 1, 1, range(2))  # made again, since a node was lost
+    (other,) = wire.encode(gradient, 1, 2, range(2))  # after another member has failed
+    assert torch.equal(first, again) and torch.equal(first, other)
+    wire.delivered()
+    (after,) = wire.encode(gradient, 1, 3, range(2))  # 1.0 and 0.6: both are sent
+    assert not torch.equal(after, first)
 
 
 # ---- fewer bits

@@ -57,6 +57,9 @@ def test_a_twin_finds_the_same_and_moves_nothing(parallelize: int, double: bool)
         assert f.item() == pytest.approx(case.reference()[0])
         with pytest.raises(TypeError, match=r"a twin may differ in .*; got \['backend', 'devices'\]"):
             opt.twin(backend="ray", devices=None)
+        for bad in ({"parallelize": 0}, {"chunk_size": "auto"}, {"chunk_size": -1}, {"seed": -1}):
+            with pytest.raises(ValueError, match=f"`{next(iter(bad))}`"):
+                opt.twin(**bad)
 
 
 def test_draws_of_a_twin_are_those_of_the_step() -> None:
@@ -78,6 +81,10 @@ def test_scores_in_a_loop_of_ones_own_are_those_of_score() -> None:
         one = opt.scored((case.inputs, case.targets), mse_loss)
         next(iter(one))  # what was seen so far
         assert one.values == scoring.values["mse"] and opt.scored((case.inputs, case.targets)).values == {}
+        matrix = opt.scored((case.inputs, case.targets), lambda outputs, targets: (outputs - targets).numpy())
+        for _ in matrix:
+            pass
+        assert matrix.values.shape == matrix.values.shape == case.targets.shape
         with pytest.raises(ValueError, match="yielded no batches"):
             _ = opt.scored([], mse_loss).values
 

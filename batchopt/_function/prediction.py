@@ -94,24 +94,24 @@ class Scoring:
         arguments.check_callable("transform", transform)
         self._function, self._data, self._transform = function, data, transform
         self._measures = {} if metrics is None or metrics == {} else read_metrics(metrics)
-        self._found: list[Scored] = []  # whose metrics are not computed yet
+        self._found: list[Scored] = []  # of an iteration that is not over
         self._values: Any = {}
+        self._is_over = not self._measures
 
     def __iter__(self) -> Iterator[Scored]:
-        self._found, self._values = [], {}
+        self._found, self._is_over = [], not self._measures
         for batch in scored(self._function, self._data, self._transform):
             if self._measures:
                 self._found.append(batch)
             yield batch
+        if self._measures:
+            self._values, self._found, self._is_over = measured(self._measures, self._found), [], True
 
     @property
     def values(self) -> Any:
-        """The metrics of all batches of the last iteration, as `score` returns them; an empty dict without metrics.
-        Raises `ValueError` if there was no batch."""
-        if self._measures and (self._found or self._values == {}):
-            found, self._found = self._found, []
-            self._values = measured(self._measures, found)
-        return self._values
+        """The metrics of all batches of the last iteration, or of those so far, as `score` returns them; an empty dict
+        without metrics. Raises `ValueError` if there was no batch."""
+        return self._values if self._is_over else measured(self._measures, self._found)
 
 
 def score(function: Engine, data: Any, metrics: Any, transform: Transform | None) -> Any:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from batchopt.optim.rollback import Rollback
 
 # Entries of every state; `weights` and `optimizer_class` are not in older ones, and `parallelize` only in those of
-# `parallelize="auto"`, `compiled` in those of `compile`. Of a run with `compress`, 0.1 wrote `residuals`.
+# `parallelize="auto"`, `compiled` in those of `compile`. Those of earlier versions may have `residuals`.
 _ENTRIES = ("module", "optimizer", "history", "speeds", "seed")
 ENTRIES = frozenset((*_ENTRIES, "optimizer_class", "weights", "residuals", "parallelize", "compiled"))
 

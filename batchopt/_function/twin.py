@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from batchopt._data import arguments
 from batchopt._function.engine import Engine
 from batchopt._function.step import Counters
 from batchopt._program.copies import copied
@@ -21,6 +22,12 @@ def twin_of(engine: Engine, double: bool, hooks: bool, loaded: bool, changes: di
     unknown = changes.keys() - CHANGEABLE
     if unknown:
         raise TypeError(f"a twin may differ in {sorted(CHANGEABLE)}; got {sorted(unknown)}")
+    for name in changes.keys() - {"reduction"}:
+        (arguments.read_count if name == "parallelize" else arguments.read)(name, changes[name])
+    if changes.get("chunk_size") == "auto":
+        raise ValueError("`chunk_size` of a twin must be a number or None, got 'auto'")
+    if changes.get("chunk_size") is not None and engine.settings.threads_per_worker is None:
+        changes = {"threads_per_worker": 1, **changes}  # else the bits would depend on their number
     program = copied(engine.workers.program)
     if double:
         program.module._apply(doubled)  # type: ignore[no-untyped-call]  # complex ones too

@@ -137,6 +137,8 @@ class Team:
         if error is not None:
             result = Result.failed(error, is_behind=failed is not None)
         found = self._exchange(result, call, error)
+        if compressed is not None and self.wire is not None:
+            self.wire.delivered()
         return self._reduce(cut, order, found, vectors, cut.chunks if is_tree else len(holders), began)
 
     def _map(

@@ -19,13 +19,14 @@ from batchopt_workers.data.layout import Layout
 
 class Wire:
     """Encodes and decodes a member's gradients, which have `layout`. The residual lives as long as the member, and
-    belongs to no state: steps that are undone, and runs that are resumed, go on from the one that is there."""
+    belongs to no state: runs that are resumed go on from the one that is there."""
 
     def __init__(self, compression: Compression, layout: Layout) -> None:
         self._compression, self._layout = compression, layout
         self._evaluation = 0  # the last one, which began from `_before`
         self._before: torch.Tensor | None = None
         self._residual: torch.Tensor | None = None
+        self._next: torch.Tensor | None = None  # the residual, once all have the gradient
 
     def encode(
         self, gradients: Sequence[torch.Tensor], members: int, evaluation: int, samples: range
@@ -35,7 +36,7 @@ class Wire:
         without a share keeps it. Raises `DoesNotFit`."""
         if evaluation != self._evaluation:
             self._evaluation, self._before = evaluation, self._residual
-        self._residual = self._before
+        self._residual = self._next = self._before
         if not gradients:
             return []
         try:
@@ -45,8 +46,12 @@ class Wire:
             raise
         if found is None:
             return []
-        self._residual = found.residual
+        self._next = found.residual
         return [found.code]
+
+    def delivered(self) -> None:
+        """Keep the residual of the gradient that was encoded last: no member has failed, so it counts."""
+        self._residual = self._next
 
     def decode(self, code: torch.Tensor, members: int) -> torch.Tensor:
         """Decode the gradient of one of `members` members."""
