@@ -24,7 +24,7 @@ WORKS = (*STEPS, *TASKS)
 
 
 def case(work: str, **options: Any) -> dict[str, Any]:
-    return {**({"tasks": True} if work in TASKS else {"optimizer": work}), **options}
+    return {**({"tasks": at(work)} if work in TASKS else {"optimizer": work}), **options}
 
 
 def at(work: str) -> int:
