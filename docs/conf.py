@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import logging
 import os
 import re
@@ -98,10 +99,26 @@ def offer_program(app: object, name: str, source: list[str]) -> None:
         source[0] = f"{title}\n\n{{download}}`All code of this page </_build/programs/{name}.py>`\n{rest}"
 
 
+def print_refusals(app: object, name: str, source: list[str]) -> None:
+    """Put the tables of what is refused, which the tests run, where a page asks for them."""
+    module = ast.parse((ROOT / "tests" / "refusals.py").read_text())
+    texts = {ast.unparse(part.targets[0]): part.value for part in module.body if isinstance(part, ast.Assign)}
+
+    def table(found: re.Match[str]) -> str:
+        rows = ["| call | error |", "|---|---|"]
+        for line in ast.literal_eval(texts[found[1]]).strip().replace(" ->\n    ", " -> ").splitlines():
+            call, error = line.replace("...", "…").replace("|", "\\|").split(" -> ", 1)
+            rows.append(f"| ``{call.replace('build(', 'BatchOptimizer(')}`` | ``{error}`` |")
+        return "\n".join(rows)
+
+    source[0] = re.sub(r"<!-- refused: (\w+) -->", table, source[0])
+
+
 def setup(app: Any) -> None:
     """Called by Sphinx."""
     app.connect("source-read", link_included)
     app.connect("source-read", offer_program)
+    app.connect("source-read", print_refusals)
 
 
 html_theme = "furo"
