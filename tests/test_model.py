@@ -405,6 +405,18 @@ class Model(RuleBasedStateMachine):
             one.opt.close()
 
 
+def test_a_buffer_that_came_before_this_process_became_the_worker_has_its_place() -> None:
+    """Found by the model: there was room for the buffers of before."""
+    one = One(2, fixed=False, with_loss_fn=False, optimizer="sgd")
+    with one.opt as opt:
+        opt.step(one.x, one.y)
+        one.world.module.late = torch.full((4,), 1.5).double()
+        opt.resize(1)
+        expected = opt.parameters - SGD * one.gradient(one.f())
+        opt.step(one.x, one.y)
+        close(opt.parameters, expected)
+
+
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Evaluations are repeated also on a machine that is busy."""
