@@ -265,6 +265,7 @@ class Model(RuleBasedStateMachine):
 
     @rule(workers=st.integers(1, 3))
     def resize(self, workers: int) -> None:
+        self.both[0].opt.resize(1)  # which ends its step, too: statistics are set
         self.both[1].opt.resize(workers)
         self.fresh = False
 
