@@ -13,7 +13,7 @@ import torch
 from batchopt_workers.data.batch import Piece
 from batchopt_workers.data.layout import Layout, reals
 from batchopt_workers.data.structures import map_tensors, tensors_in
-from batchopt_workers.map.sums import grads_kept
+from batchopt_workers.map.sums import GradsKept
 from batchopt_workers.map.weighting import Denominators
 from batchopt_workers.process.failures import kinds_of
 from batchopt_workers.process.messages import Cut
@@ -106,7 +106,7 @@ class HessianProducts:
         ]
         for direction, product in zip(self.directions.to(device), products, strict=True):
             views = layout.views(direction.clone())
-            with grads_kept(parameters):
+            with GradsKept(parameters):
                 # `autograd.grad` would pass over functions that cannot be differentiated twice; this raises
                 torch.autograd.backward([g for _, g in varying], [views[i] for i, _ in varying], retain_graph=True)
                 for slot, parameter in zip(layout.slots, parameters, strict=True):

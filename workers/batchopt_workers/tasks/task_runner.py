@@ -11,7 +11,7 @@ import torch
 
 from batchopt_workers.data.batch import Batch, Piece
 from batchopt_workers.map.chunk import LoadedBatch, Walk
-from batchopt_workers.map.sums import PartialSum, Rows, Sums, grads_kept
+from batchopt_workers.map.sums import GradsKept, PartialSum, Rows, Sums
 from batchopt_workers.map.tree import most_held
 from batchopt_workers.map.watch import ParameterWatch
 from batchopt_workers.map.work import ChunkDone, ChunkResult, run
@@ -116,7 +116,7 @@ class TaskRunner:
             watch = ParameterWatch(self.module, self.parameters, self.walk.effects.protected)
         work.modes = self._modes = modes
         self.walk.state.constants.begin(compares=task.is_users or (modes is not None and not modes.plain))
-        with grads_kept(self.parameters):
+        with GradsKept(self.parameters):
             try:
                 for done in run(self.walk, work, loaded, order, sums):
                     if watch is not None:
