@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from batchopt import BatchoptError, BatchOptimizer, CheckpointError, LevenbergMarquardt, Term, WorkerError
-from batchopt.optim import CG, LBFGS, SVRG, SSBroyden
+from batchopt import LBFGS, BatchoptError, BatchOptimizer, CheckpointError, Term, WorkerError
 from tests.workloads import difference
 
 EACH = pytest.mark.parametrize("parallelize", [1, 2])
@@ -207,78 +206,7 @@ def test_a_conjugate_parameter_keeps_its_values() -> None:
         assert not module[0].is_conj()
 
 
-# ---- optimizers
-
-
-OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
-    "LBFGS": lambda params: LBFGS(params, max_iter=4),
-    "CG": lambda params: CG(params, max_iter=4),
-    "SSBroyden": lambda params: SSBroyden(params, max_iter=4),
-    "LevenbergMarquardt": lambda params: LevenbergMarquardt(params, max_iter=3),
-    "LevenbergMarquardt, products": lambda params: LevenbergMarquardt(params, max_iter=3, dense=0),
-    "LevenbergMarquardt of some": lambda params: LevenbergMarquardt(params[::-1][1:], max_iter=3),
-    "torch's LBFGS": lambda params: torch.optim.LBFGS(params, max_iter=4),
-    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
-    "Adam": lambda params: torch.optim.Adam(params, lr=0.1),
-    "SVRG": lambda params: SVRG(torch.optim.SGD(params, lr=0.1)),
-}
-
-
-def stepped(opt: BatchOptimizer, steps: int = 2) -> None:
-    for _ in range(steps):
-        if isinstance(opt.optimizer, SVRG):
-            opt.optimizer.begin_pass(lambda: opt.full_gradient([(X, Y)]))
-        opt.step(X, Y)
-
-
-@pytest.mark.sampled
-@EACH
-@pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_optimizers_step_as_over_real_pairs(make_optimizer: Any, parallelize: int) -> None:
-    module, twin = Operator(False), Operator(True)
-    at = places(module, twin)
-    ordered = sorted(
-        (name for name, _ in module.named_parameters()), key=lambda name: "layers" not in name or "local" in name
-    )
-    options = {**MSE, "chunk_size": 6}
-    optimizers = [make_optimizer([dict(m.named_parameters())[name] for name in ordered]) for m in (module, twin)]
-    with (
-        opened(module, options, parallelize=parallelize, optimizer=optimizers[0]) as opt,
-        opened(twin, options, optimizer=optimizers[1]) as right,
-    ):
-        before = opt.parameters.clone()
-        stepped(opt)
-        stepped(right)
-        close(opt.parameters, right.parameters[at], 1e-8)
-        assert not torch.equal(opt.parameters[: 2 * WIDTH * WIDTH * MODES], before[: 2 * WIDTH * WIDTH * MODES])
-
-
-def fitted(name: str, pairs: bool) -> torch.Tensor:
-    """What a closure of plain torch comes to: a real parameter of odd size lies before complex ones, whose gradients
-    are lazily conjugate."""
-    rate, module = nn.Parameter(torch.tensor([0.3], dtype=torch.float64)), Waves(pairs)
-
-    def residuals() -> torch.Tensor:
-        sums = (as_complex(module.second).conj() * (1 + 2j)).real.sum(0) * rate
-        found: torch.Tensor = module(X) + sums - Y
-        return found
-
-    def loss() -> torch.Tensor:
-        optimizer.zero_grad()
-        found = residuals().square().sum()
-        found.backward()  # type: ignore[no-untyped-call]
-        return found
-
-    params, start = [rate, *module.parameters()], float(residuals().detach().square().sum())
-    optimizer: Any = LBFGS(params, max_iter=5) if name == "LBFGS" else LevenbergMarquardt(params, max_iter=5)
-    optimizer.step(loss if name == "LBFGS" else residuals)
-    assert float(residuals().detach().square().sum()) < start / 2
-    return torch.cat([(torch.view_as_real(p) if p.is_complex() else p).detach().flatten() for p in params])
-
-
-@pytest.mark.parametrize("name", ["LBFGS", "LevenbergMarquardt"])
-def test_closures_of_plain_torch(name: str) -> None:
-    close(fitted(name, False), fitted(name, True), 1e-7)
+# ---- hogwild, and f with a graph; optimizers are in `optim/test_descent.py`
 
 
 @EACH

@@ -185,7 +185,9 @@ class LBFGS(Descent):
             return here.gradient
         if self._pseudo is None:
             self._pseudo = self._vector.empty()
-        return pseudo_gradient(here.x, here.gradient, self._group["l1"], out=self._pseudo)
+        found = pseudo_gradient(here.x, here.gradient, self._group["l1"], out=self._pseudo)
+        self._vector.hold_frozen(found)
+        return found
 
     def _function(self, closure: Closure) -> Function:
         if not self._group["l1"]:

@@ -133,6 +133,7 @@ class LevenbergMarquardt(Minimizer):
                 if torch.equal(after.x, here.x):
                     break
                 run.function.at(after)
+                self._vector.write(here.x)  # products of the model are taken at the parameters
                 if not after.finite:
                     run.function.not_finite += 1
                 elif self._is_better(run, here, after, model.scale):

@@ -105,6 +105,8 @@ class SVRG(torch.optim.Optimizer):
         with torch.enable_grad():
             loss = closure()
         for parameter, before, full in zip(parameters, there, memory["full"], strict=True):
+            if not parameter.requires_grad:
+                continue  # it was frozen since the snapshot
             if parameter.grad is None:
                 parameter.grad = full - before
             else:

@@ -70,6 +70,14 @@ class Vector:
             copy(part.view_as(tensor), tensor)
         torch.autograd.graph.increment_version(self._parameters)
 
+    def hold_frozen(self, vector: torch.Tensor) -> None:
+        """Set the elements of `vector` to 0 that belong to parameters which require no gradient."""
+        if not all(parameter.requires_grad for parameter in self._parameters):
+            sizes = [reals(parameter.detach()).numel() for parameter in self._parameters]
+            for parameter, part in zip(self._parameters, torch.split(vector, sizes), strict=True):
+                if not parameter.requires_grad:
+                    part.zero_()
+
     def _gather(self, tensors: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         for part, tensor in self._parts(tensors, out):
             copy(tensor.reshape(-1), part)

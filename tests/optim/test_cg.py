@@ -7,7 +7,7 @@ import torch
 
 import batchopt
 from tests.optim import reference
-from tests.optim.test_descent import Problem, start
+from tests.optim.kinds import Problem, start
 
 
 @pytest.mark.parametrize("beta", ["fletcher-reeves", "polak-ribiere", "hestenes-stiefel", "hager-zhang"])

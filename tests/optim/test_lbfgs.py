@@ -8,7 +8,8 @@ import torch
 import batchopt
 from batchopt.optim.minimizer import Status
 from tests.optim import reference
-from tests.optim.test_descent import EXACT, Problem, logistic, rosenbrock, start
+from tests.optim.kinds import Problem, logistic, rosenbrock, start
+from tests.optim.test_descent import EXACT
 
 
 def test_without_a_search_the_iterates_are_those_of_the_two_loops() -> None:

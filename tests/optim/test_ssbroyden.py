@@ -10,7 +10,7 @@ import torch
 import batchopt
 from batchopt.optim import ssbroyden
 from tests.optim import reference
-from tests.optim.test_descent import Problem, logistic, start
+from tests.optim.kinds import Problem, logistic, start
 
 
 def matrices(points: list[torch.Tensor], gradients: list[torch.Tensor]) -> tuple[torch.Tensor, int]:

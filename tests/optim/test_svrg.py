@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import io
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -101,50 +98,3 @@ def test_it_converges_at_a_fixed_rate_where_sgd_does_not() -> None:
                     pass
         ends.append((model.weight.detach()[0] - best).norm().item())
     assert ends[1] < 1e-6 < ends[0]
-
-
-def test_a_scheduler_and_groups_are_those_of_the_base() -> None:
-    problem = Regression()
-    one, other = problem.parameters
-    groups: list[dict[str, Any]] = [{"params": [one], "lr": 0.1}, {"params": [other]}]
-    base = torch.optim.SGD(groups, lr=0.01)
-    optimizer = batchopt.SVRG(base)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-    optimizer.begin_pass(problem.closure(range(50)))
-    optimizer.step(problem.closure(range(8)))
-    scheduler.step()
-    assert [group["lr"] for group in base.param_groups] == [0.05, 0.005]
-
-
-def test_state_with_its_snapshot_goes_on() -> None:
-    def make(problem: Regression) -> batchopt.SVRG:
-        return batchopt.SVRG(torch.optim.SGD(problem.parameters, lr=0.05, momentum=0.9), update_freq=3)
-
-    one, other = Regression(), Regression()
-    first, second = make(one), make(other)
-    first.begin_pass(one.closure(range(50)))
-    first.step(one.closure(BATCHES[0]))
-    file = io.BytesIO()
-    torch.save(first.state_dict(), file)
-    second.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
-    for parameter, value in zip(other.parameters, copy.deepcopy(one.parameters), strict=True):
-        parameter.data.copy_(value.data)
-    for problem, optimizer in ((one, first), (other, second)):
-        assert not optimizer.begin_pass(problem.closure(range(50)))
-        optimizer.step(problem.closure(BATCHES[1]))
-    assert torch.equal(one.x, other.x)
-
-
-def test_what_the_closure_raises_leaves_the_parameters() -> None:
-    problem = Regression()
-    optimizer = batchopt.SVRG(torch.optim.SGD(problem.parameters, lr=0.05))
-    optimizer.begin_pass(problem.closure(range(50)))
-    optimizer.step(problem.closure(BATCHES[0]))
-    before = problem.x
-
-    def fails() -> torch.Tensor:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        optimizer.step(fails)
-    assert torch.equal(problem.x, before)

@@ -12,10 +12,20 @@ from hypothesis import strategies as st
 
 from batchopt import Iteration, Result, Status
 from benchmarks.problems import PROBLEMS
-from tests.optim.reference import Function
-from tests.optim.test_descent import KINDS, Problem, logistic, rosenbrock, start
-from tests.optim.test_levenberg_marquardt import START, Plain, Residuals, decay
-from tests.optim.test_levenberg_marquardt import rosenbrock as valley
+from tests.optim.kinds import (
+    KINDS,
+    NO_END,
+    OF_SQUARES,
+    SEARCHES,
+    Function,
+    Problem,
+    logistic,
+    logits,
+    rosenbrock,
+    start,
+)
+from tests.optim.kinds import valley as residuals_of_rosenbrock
+from tests.optim.test_levenberg_marquardt import START, VALLEY, decay
 from tests.optim.test_ssbroyden import product, small
 
 NAMED = {problem.name: problem for problem in PROBLEMS}
@@ -29,9 +39,9 @@ FUNCTIONS: dict[str, tuple[Function, torch.Tensor]] = {
         for name in ("Meyer", "Osborne 1", "Wood", "Trigonometric")
     },
 }
-SQUARES: dict[str, tuple[Residuals, torch.Tensor]] = {
+SQUARES: dict[str, tuple[Function, torch.Tensor]] = {
     "decay": (decay, START),
-    "valley": (valley, torch.tensor([-1.2, 1.0]).double()),
+    "valley": (residuals_of_rosenbrock, VALLEY),
 }
 # powers of two: 1e50 is 2 ** 166
 powers = st.integers(-166, 166)
@@ -66,7 +76,7 @@ def same(one: Seen, other: Seen, of_f: int, of_x: int) -> None:
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SEARCHES)
 @given(powers, powers)
 @example(166, -166)
 @example(-166, 166)
@@ -81,22 +91,21 @@ def test_of_descent(kind: str, function: str, of_f: int, of_x: int) -> None:
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("options", [{}, {"geodesic": True}, {"dense": 0}], ids=["dense", "geodesic", "products"])
-@pytest.mark.parametrize("scaling", ["diagonal", "identity"])
+@pytest.mark.parametrize("kind", OF_SQUARES)
 @pytest.mark.parametrize("residuals", SQUARES)
 @given(st.integers(-83, 83), powers)  # f is the square of residuals
 @example(83, -166)
 @example(-83, 166)
 @settings(deadline=None, max_examples=3)
-def test_of_levenberg_marquardt(residuals: str, scaling: str, options: dict[str, Any], of_r: int, of_x: int) -> None:
+def test_of_levenberg_marquardt(residuals: str, kind: str, of_r: int, of_x: int) -> None:
     plain, x = SQUARES[residuals]
-    options = {**options, "scaling": scaling, "max_iter": 8, "tolerance_grad": 0.0, "tolerance_change": 0.0}
-    expected = run(Plain(plain, x, **options))
-    same(run(Plain(scaled(plain, of_r, of_x), x * 2.0**of_x, **options)), expected, 2 * of_r, of_x)
+    expected = run(Problem(KINDS[kind], plain, x, max_iter=8, **NO_END))
+    moved = Problem(KINDS[kind], scaled(plain, of_r, of_x), x * 2.0**of_x, max_iter=8, **NO_END)
+    same(run(moved), expected, 2 * of_r, of_x)
 
 
 @pytest.mark.parametrize("of_f", [-100, -60, -40, 40, 60, 100])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SEARCHES)
 def test_in_single_precision_squares_of_gradients_may_be_no_numbers(kind: str, of_f: int) -> None:
     options = {"max_iter": 500, "tolerance_grad": 1e-4 * 2.0**of_f, "tolerance_change": 0.0}
     problem = Problem(KINDS[kind], scaled(logistic, of_f, 0), start(6).float(), **options)
@@ -106,13 +115,6 @@ def test_in_single_precision_squares_of_gradients_may_be_no_numbers(kind: str, o
 @pytest.mark.parametrize("of_f, of_x", [(1e13, 1e-7), (1e50, 1.0), (1e-50, 1.0), (1.0, 1e50), (1.0, 1e-50)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_any_units_the_minimum_is_found(kind: str, of_f: float, of_x: float) -> None:
-    tolerance = 1e-6 * of_f / of_x
-    problem = Problem(
-        KINDS[kind],
-        lambda x: of_f * logistic(x / of_x),
-        of_x * start(),
-        max_iter=500,
-        tolerance_grad=tolerance,
-        tolerance_change=0.0,
-    )
+    options = {"max_iter": 500, "tolerance_grad": 1e-6 * of_f / of_x, "tolerance_change": 0.0}
+    problem = Problem(KINDS[kind], lambda x: of_f**0.5 * logits(x / of_x), of_x * start(), **options)
     assert problem.step().status is Status.GRADIENT and problem.result.evaluations < 200
