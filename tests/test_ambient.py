@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils import _python_dispatch
 
 from batchopt import BatchOptimizer, Sample, Worker, WorkerError
 from tests.building import loaded
@@ -80,7 +80,7 @@ class _Function(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Dispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Dispatch(_python_dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 

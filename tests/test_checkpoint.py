@@ -9,11 +9,10 @@ import math
 import os
 import pickle
 import random
-import signal
+import resource
 import stat
 import struct
 import subprocess
-import sys
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +30,7 @@ from batchopt._checkpoint import file
 from batchopt.errors import CheckpointError
 from batchopt_workers.data.layout import Layout
 from batchopt_workers.process import faults
+from tests.workers.test_memory import limited
 from tests.workloads import misfit, size
 
 LAYOUT = Layout.of([("fc.weight", torch.zeros(10, 4)), ("fc.bias", torch.zeros(10))], torch.float32)
@@ -459,109 +459,36 @@ def test_a_path_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 # What happens to the old file.
 
 
-def fail_with(error: BaseException) -> Callable[[], None]:
-    def action() -> None:
-        raise error
-
-    return action
-
-
-ENDINGS = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), KeyboardInterrupt()
-
-
-@pytest.mark.parametrize("error", ENDINGS, ids=["full disk", "interrupt"])
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), KeyboardInterrupt()], ids=repr)
 @pytest.mark.parametrize("point", POINTS)
 def test_a_write_that_ends_in_the_middle_leaves_the_old_file(
     saved: Path, monkeypatch: pytest.MonkeyPatch, point: str, error: BaseException
 ) -> None:
-    before = sha256(saved)
-    reached = at(point, fail_with(error), monkeypatch)
+    """So it is at any moment: what a process leaves that is killed there, beside a temporary file."""
+    expected = NEW if point == "replaced" else OLD
+    seen: list[Any] = []
+
+    def fail() -> None:
+        seen.extend([file.read(saved, LAYOUT), len(temporaries(saved.parent))])
+        raise error
+
+    at(point, fail, monkeypatch)
     with pytest.raises((CheckpointError, KeyboardInterrupt)) as caught:
         file.write(saved, NEW, LAYOUT)
-    assert reached
+    assert same(seen, [expected, int(point in ("writing", "sync", "replace"))])
     if isinstance(error, OSError):
         assert str(caught.value) == f"cannot write checkpoint '{saved}': No space left on device"
         assert isinstance(caught.value.__cause__, OSError)
     assert os.listdir(saved.parent) == ["run.pt"]
-    assert same(file.read(saved, LAYOUT), NEW if point == "replaced" else OLD)
-    assert (sha256(saved) == before) == (point != "replaced")
+    assert same(file.read(saved, LAYOUT), expected)
 
 
-# Forks, so that torch is imported once for all that die.
-DOOMED = """
-import os, resource, signal, sys, torch
-from batchopt import CheckpointError
-from batchopt._checkpoint import file
-from batchopt_workers.process import faults
-from batchopt_workers.data.layout import Layout
-
-layout = Layout.of([("fc.weight", torch.zeros(10, 4)), ("fc.bias", torch.zeros(10))], torch.float32)
-
-def write(folder):
-    file.write(os.path.join(folder, "run.pt"), {"x": torch.full((1000,), 2.0)}, layout)
-
-def die_at(point):
-    def hook(name, chunk):
-        if name == "checkpoint." + point:
-            os.kill(os.getpid(), signal.SIGKILL)
-    faults.hook = hook
-    write(point)
-
-def fill_the_disk(folder):
-    limit = 3000 if folder == "full" else os.path.getsize(folder + "/run.pt") - 1
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    try:
-        write(folder)
-    except CheckpointError as error:
-        print(error, flush=True)
-
-for name in sys.argv[1:]:
-    child = os.fork()
-    if not child:
-        try:
-            (fill_the_disk if name in ("full", "almost") else die_at)(name)
-        finally:
-            os._exit(0)
-    print(name, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
-
-
-@pytest.fixture(scope="module")
-def doomed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """A folder for each point, in which a process was killed there on its way from OLD to NEW; and two for processes
-    that were allowed 3000 bytes, and one too few. And what was printed: how each ended."""
-    folder = tmp_path_factory.mktemp("doomed")
-    names = [*POINTS, "full", "almost"]
-    for name in names:
-        (folder / name).mkdir()
-        file.write(folder / name / "run.pt", OLD, LAYOUT)
-    ended = subprocess.run(
-        [sys.executable, "-c", DOOMED, *names], cwd=folder, capture_output=True, text=True, timeout=60
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stderr == ""
-    return folder, ended.stdout.splitlines()
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("point", POINTS)
-def test_a_killed_process_leaves_the_old_file_or_the_new_one(doomed: tuple[Path, list[str]], point: str) -> None:
-    folder, printed = doomed[0] / point, doomed[1]
-    path = folder / "run.pt"
-    assert f"{point} {-signal.SIGKILL}" in printed
-    assert len(temporaries(folder)) == (point in ("writing", "sync", "replace"))
-    sizes = [(folder / name).stat().st_size for name in temporaries(folder)]
-    assert all(size < 4000 if point == "writing" else size > 4000 for size in sizes)
-    file.write(folder / "reference", OLD, LAYOUT)
-    assert (sha256(path) == sha256(folder / "reference")) == (point != "replaced")
-    assert same(file.read(path, LAYOUT), NEW if point == "replaced" else OLD)
-    file.write(path, NEW, LAYOUT)
-    assert sorted(os.listdir(folder)) == ["reference", "run.pt"]
-    assert same(file.read(path, LAYOUT), NEW)
-    for name in ("full", "almost"):  # that may not grow
-        assert f"cannot write checkpoint '{name}/run.pt': File too large" in printed
-        assert os.listdir(doomed[0] / name) == ["run.pt"]
-        assert same(file.read(doomed[0] / name / "run.pt", LAYOUT), OLD)
+@pytest.mark.parametrize("missing", [1, 1000])
+def test_a_file_that_may_not_grow_leaves_the_old_one(saved: Path, missing: int) -> None:
+    with limited(resource.RLIMIT_FSIZE, saved.stat().st_size - missing):
+        with pytest.raises(CheckpointError, match=f"cannot write checkpoint '{saved}': File too large"):
+            file.write(saved, NEW, LAYOUT)
+    assert os.listdir(saved.parent) == ["run.pt"] and same(file.read(saved, LAYOUT), OLD)
 
 
 def test_the_temporary_file_of_a_living_process_stays(saved: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from batchopt._machine.cores import _pauses, _quota, end_spinning, usable_cores
+from batchopt._machine.cores import _pauses, _quota, end_spinning, share_cores, usable_cores
 from tests.building import Child, loaded
 
 
@@ -93,6 +93,14 @@ def test_where_the_affinity_mask_is_forbidden_all_cores_count(monkeypatch: pytes
 
     monkeypatch.setattr(os, "sched_getaffinity", forbidden)
     assert 1 <= usable_cores() <= (os.cpu_count() or 1)
+
+
+@pytest.mark.parametrize("cores, workers, threads", [(7, 2, [4, 3]), (8, 4, [2, 2, 2, 2]), (2, 3, [1, 1, 1])])
+def test_cores_are_divided_among_workers(
+    cores: int, workers: int, threads: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("batchopt._machine.cores.usable_cores", lambda: cores)
+    assert share_cores(workers, None) == threads
 
 
 # ---- OpenMP's threads end before workers compute, and nothing else does

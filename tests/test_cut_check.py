@@ -16,7 +16,7 @@ from torch import nn
 
 from batchopt import BatchOptimizer, Term, WorkerError
 from tests.building import loaded
-from tests.workloads import Mlp, mlp, size
+from tests.workloads import Listed, Mlp, mlp, size
 
 TOKENS, PADDING = 5, -1
 SAMPLES = 8  # that are compared
@@ -161,25 +161,10 @@ def test_sorted_data_hides_nothing(
 ) -> None:
     x = torch.arange(float(math.prod(inputs))).view(inputs).sin().double()
     options = {"chunk_size": 10} if "chunk_size" in options else options
-    for data in ((x, targets), (list(x), list(targets))):
+    read = Listed(*zip(x, targets, strict=True))
+    for data in ((x, targets), (list(x), list(targets)), (read,)):
         with BatchOptimizer(tagger(), criterion, optimizer=None, collate_fn=stack, **options) as opt:
             assert len(said(opt, *data)) == 1
-
-
-class Listed(torch.utils.data.Dataset[Any]):
-    """Sentences, the longest first."""
-
-    def __len__(self) -> int:
-        return 60
-
-    def __getitem__(self, index: int) -> Any:
-        return torch.full((TOKENS, 4), math.sin(index)).double(), tokens(longest_first=True)[index]
-
-
-@WAYS
-def test_a_dataset_that_is_sorted_hides_nothing_either(options: dict[str, Any]) -> None:
-    with BatchOptimizer(tagger(), of_tokens, optimizer=None, **options) as opt:
-        assert len(said(opt, Listed())) == 1
 
 
 @WAYS

@@ -134,18 +134,6 @@ def collate(pairs: list[Any]) -> Any:
     return graphs, torch.stack([energy for _, energy in pairs])
 
 
-class Recurrent(nn.Module):
-    """Reads sequences; its first state has the default precision."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.head = nn.GRU(3, 6, num_layers=2, batch_first=True), nn.Linear(6, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.head(self.cell(x, torch.zeros(2, len(x), 6))[0][:, -1])
-        return y
-
-
 class Mixture(nn.Module):
     """The negative log likelihood of a mixture of Gaussians: the module is its own loss."""
 
@@ -157,69 +145,6 @@ class Mixture(nn.Module):
         squares = ((x[:, None] - self.means) * torch.exp(-self.scales)).square().sum(-1)
         logs = self.logits.log_softmax(0) - squares / 2 - self.scales.sum(-1)
         return -logs.logsumexp(1).mean()
-
-
-class Residual(nn.Module):
-    """A residual of Poisson's equation with Fourier features."""
-
-    frequencies: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("frequencies", torch.randn(2, 6))
-        self.net = nn.Sequential(nn.Linear(12, 10), nn.Tanh(), nn.Linear(10, 1))
-
-    def forward(self, points: torch.Tensor) -> torch.Tensor:
-        points = points.detach().requires_grad_()
-        angles = 2 * math.pi * points @ self.frequencies
-        u = self.net(torch.cat([angles.sin(), angles.cos()], 1))
-        (slope,) = torch.autograd.grad(u.sum(), points, create_graph=True)
-        second = [torch.autograd.grad(slope[:, i].sum(), points, create_graph=True)[0][:, i] for i in range(2)]
-        return sum(second) + points.prod(1)
-
-
-class ResNet(nn.Module):
-    """Convolutions with group normalisation and shortcuts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(1, 4, 3, padding=1)
-        self.body = nn.Sequential(nn.GroupNorm(2, 4), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1))
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        y: torch.Tensor = self.head(functional.relu(x + self.body(x)).mean((2, 3)))
-        return y
-
-
-class Experts(nn.Module):
-    """A gate weighs what experts say."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(4, 3)
-        self.experts = nn.ModuleList([nn.Linear(4, 2) for _ in range(3)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        said = torch.stack([expert(x) for expert in self.experts], 1)
-        y: torch.Tensor = (self.gate(x).softmax(-1)[..., None] * said).sum(1)
-        return y
-
-
-class Spectral(nn.Module):
-    """A convolution in Fourier space, as of a neural operator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.Parameter(torch.randn(5, 2) / 3)
-        self.lift = nn.Linear(1, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        modes = torch.fft.rfft(x)
-        modes = modes * torch.view_as_complex(self.weights)
-        y: torch.Tensor = torch.fft.irfft(modes, n=8) + functional.gelu(self.lift(x[..., None]))[..., 0]
-        return y
 
 
 class Coarse(nn.Module):
@@ -279,19 +204,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "adaptive ode, 1e-6": lambda: ode(1e-6),
     "language model": gpt,
     "graph network": gnn,
-    "gru": lambda: Case(Recurrent(), nn.CrossEntropyLoss(), torch.randn(19, 7, 3), torch.randint(0, 2, (19,))),
-    "rms norm": lambda: Case(
-        nn.Sequential(nn.Linear(4, 8), RmsNorm(8), nn.Linear(8, 2)),
-        nn.MSELoss(),
-        torch.randn(29, 4),
-        torch.randn(29, 2),
-    ),
     "spectral norm": spectral_norm,
     "mixture": lambda: Case(Mixture(), None, torch.randn(41, 2), None),
-    "residual with Fourier features": lambda: Case(Residual(), lambda r: r.square().mean(), torch.rand(37, 2), None),
-    "resnet": lambda: Case(ResNet(), nn.CrossEntropyLoss(), torch.randn(17, 1, 6, 6), torch.randint(0, 3, (17,))),
-    "experts": lambda: Case(Experts(), nn.HuberLoss(), torch.randn(25, 4), torch.randn(25, 2)),
-    "neural operator": lambda: Case(Spectral(), nn.MSELoss(), torch.randn(18, 8), torch.randn(18, 8)),
     "batch norm in eval": batch_norm,
     "transformer with dropout": transformer,
     "half precision": lambda: Case(Coarse(), nn.MSELoss(), torch.randn(27, 4), torch.randn(27, 2)),

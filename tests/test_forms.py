@@ -226,6 +226,7 @@ LOSSES: list[tuple[Any, torch.Tensor]] = [
     *((BCE(weight=ENTRIES[:rows, :columns]), SHARES) for rows, columns in ((N, 4), (N, 1))),
     (BCE(weight=ENTRIES[0]), SHARES),
     (BCE(pos_weight=ENTRIES), SHARES),
+    (BCE(weight=ENTRIES[:, :1], pos_weight=ENTRIES), SHARES),
 ]
 LOSSES_WITH_WEIGHTS: list[tuple[Any, torch.Tensor, Plain]] = [
     (nn.MSELoss(reduction="sum"), Y, lambda module: (W[:, None] * (module(X) - Y).square()).sum()),
@@ -323,8 +324,9 @@ FORMS: dict[str, Built] = {
         for kind, batch in (
             ("", lambda targets: (X, targets)),
             ("read, ", lambda targets: (Pairs(X, targets),)),
+            ("a list, ", lambda targets: ([*X], [*targets])),
         )
-        if not (kind and -100 in targets)
+        if not (kind == "read, " and -100 in targets)
     },
     **{
         f"weights of {name}": ((Weighted(inputs, weights), targets), MSE, weighing(F.mse_loss))

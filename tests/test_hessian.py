@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.func import functional_call
 
 from batchopt import BatchOptimizer, NonFiniteError, Sample, Worker, WorkerError
 from tests.building import loaded, on
-from tests.workloads import Workload, burgers, cnn, logistic, mlp, rnn
+from tests.workloads import Workload, burgers, mlp
 
 WAYS = pytest.mark.parametrize(
     "options",
@@ -22,7 +21,6 @@ WAYS = pytest.mark.parametrize(
     ids=str,
 )
 EACH = pytest.mark.parametrize("parallelize", [1, 2])
-ON_DEVICES = [{"devices": ["cpu:0", "cpu:0"], "chunk_size": size} for size in (None, 4)]
 
 
 def direction(module: nn.Module, seed: int = 0) -> torch.Tensor:
@@ -31,30 +29,13 @@ def direction(module: nn.Module, seed: int = 0) -> torch.Tensor:
     return torch.randn(size, dtype=torch.float64, generator=generator)
 
 
-def expected(module: nn.Module, f: Callable[[Callable[..., torch.Tensor]], torch.Tensor], v: torch.Tensor) -> Any:
-    """By plain torch: `f` gets what to call in place of the module."""
-    names, parameters = zip(*module.named_parameters(), strict=True)
-    parts = [
-        part.view_as(p) for part, p in zip(torch.split(v, [p.numel() for p in parameters]), parameters, strict=True)
-    ]
-
-    def of(*values: torch.Tensor) -> torch.Tensor:
-        return f(lambda *inputs: functional_call(module, dict(zip(names, values, strict=True)), inputs))
-
-    _, found = torch.autograd.functional.hvp(of, parameters, tuple(parts))  # type: ignore[no-untyped-call]
-    return torch.cat([part.reshape(-1) for part in found])
-
-
-def of_workload(work: Workload, v: torch.Tensor) -> torch.Tensor:
-    def f(module: Callable[..., torch.Tensor]) -> torch.Tensor:
-        if isinstance(work.inputs, list):
-            pairs = zip(work.inputs, work.targets, strict=True)
-            return torch.stack([work.criterion(module(x), y) for x, y in pairs]).mean()
-        output = module(work.inputs)
-        return work.criterion(output) if work.targets is None else work.criterion(output, work.targets)
-
-    product: torch.Tensor = expected(work.module, f, v)
-    return product
+def product(work: Workload, v: torch.Tensor) -> torch.Tensor:
+    """By plain torch."""
+    output, parameters = work.module(work.inputs), [*work.module.parameters()]
+    loss = work.criterion(output) if work.targets is None else work.criterion(output, work.targets)
+    slopes = torch.autograd.grad(loss, parameters, create_graph=True)
+    along = torch.cat([slope.flatten() for slope in slopes]) @ v
+    return torch.cat([part.flatten() for part in torch.autograd.grad(along, parameters)])
 
 
 def close(found: torch.Tensor, right: torch.Tensor) -> None:
@@ -68,27 +49,25 @@ def wide() -> Workload:
     return Workload(module, nn.MSELoss(), torch.randn(12, 40).double(), torch.randn(12, 1).double())
 
 
-@pytest.mark.sampled
-@WAYS
-@pytest.mark.parametrize("case", [mlp, burgers, logistic, cnn, rnn], ids=lambda case: case.__name__)
-def test_products_are_those_of_plain_torch(case: Callable[[], Workload], options: dict[str, Any]) -> None:
-    check_products(case(), options)
-
-
 @pytest.mark.parametrize(
-    "case, options", [(wide, {"parallelize": 2, "chunk_size": 3}), *((burgers, devices) for devices in ON_DEVICES)]
+    "case, options",
+    [
+        (wide, {"parallelize": 2, "chunk_size": 3}),
+        (burgers, {"devices": ["cpu:0", "cpu:0"]}),
+        (burgers, {"chunk_size": 4}),
+    ],
 )
-def test_products_of_a_large_model_and_on_devices(case: Callable[[], Workload], options: dict[str, Any]) -> None:
-    check_products(case(), options)
-
-
-def check_products(work: Workload, options: dict[str, Any]) -> None:
+def test_products_of_a_large_model_and_of_one_that_differentiates_itself_on_devices_too(
+    case: Callable[[], Workload], options: dict[str, Any]
+) -> None:
+    """Those of others are in `test_forms.py` and `test_model.py`."""
+    work = case()
     v = direction(work.module)
     with on(work, **options) as opt:
         for count, scale in enumerate((1.0, 2.0), 1):
             opt.parameters.mul_(scale)
             with opt.timeline() as timeline:
-                close(opt.hvp(scale * v), of_workload(work, scale * v))
+                close(opt.hvp(scale * v), product(work, scale * v))
             assert timeline.seconds("product") > 0 and "product" in str(timeline)
             assert (opt.product_counter, opt.eval_counter) == (count, 0)
 
@@ -105,17 +84,6 @@ def test_the_bits_are_those_of_one_worker_where_chunks_are_fixed() -> None:
             found.add(opt.hvp(padded[1:]).numpy().tobytes())
             found.add(opt.hvp(v.repeat_interleave(2)[::2]).numpy().tobytes())
     assert len(found) == 1
-
-
-def test_products_go_on_with_more_and_fewer_workers() -> None:
-    work = mlp()
-    v = direction(work.module)
-    with on(work, parallelize=2, chunk_size=4) as opt:
-        bits = opt.hvp(v)
-        for workers in (3, 1, 2):
-            opt.resize(workers)
-            opt.load(work.inputs, work.targets)
-            assert torch.equal(opt.hvp(v), bits)
 
 
 @EACH
@@ -190,18 +158,6 @@ def test_what_f_is_linear_in_or_does_not_depend_on_is_zero(options: dict[str, An
         close(product[5:], 2 * x.T @ x @ torch.ones(2, dtype=torch.float64) / 12)
     with loaded(nn.Linear(2, 1), None, torch.ones(12, 2), loss_fn=lambda m, x, y: m(x).mean(), **options) as opt:
         assert opt.hvp(torch.ones(3)).tolist() == [0.0] * 3
-
-
-@EACH
-def test_frozen_parameters_are_left_out(parallelize: int) -> None:
-    work = mlp()
-    v = direction(work.module)
-    with on(work, parallelize=parallelize) as opt:
-        bias = work.module.get_parameter("first.bias")
-        bias.requires_grad_(False)
-        opt.load(work.inputs, work.targets)
-        product = opt.hvp(v)
-        assert product[54:63].tolist() == [0.0] * 9 and product.count_nonzero() == len(v) - 9
 
 
 def squared_once() -> Callable[[torch.Tensor], torch.Tensor]:

@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from batchopt import BatchOptimizer, NonFiniteError, WorkerError, hogwild
-from batchopt._data.epochs import permutation
+from batchopt import Batches, BatchOptimizer, NonFiniteError, WorkerError, hogwild
 from tests.workloads import Mlp, Pairs, once
 
 torch.manual_seed(0)
@@ -37,9 +36,9 @@ def plain(epochs: int, shuffle: bool) -> tuple[nn.Module, list[float]]:
     """SGD by torch in one process."""
     module, losses = network(), []
     optimizer = momentum([*module.parameters()])
-    for epoch in range(epochs):
-        order = permutation(len(X), 0, epoch) if shuffle else torch.arange(len(X))
-        for indices in order.split(10):  # type: ignore[no-untyped-call]
+    orders = Batches(torch.arange(len(X)), 10, shuffle=shuffle)
+    for _ in range(epochs):
+        for indices in orders:
             optimizer.zero_grad()
             loss = nn.functional.mse_loss(module(X[indices]), Y[indices])
             loss.backward()  # type: ignore[no-untyped-call]

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from batchopt import BatchOptimizer
@@ -217,13 +215,6 @@ def test_every_loss_for_every_cut(name: str, which: int, reduction: str) -> None
     check(module_of(name), case, x, *(((x, case.targets), {"chunk_size": size}) for size in (None, 1, 4, 10, N)))
 
 
-@pytest.mark.parametrize("name", ["CrossEntropyLoss", "BCELoss", "CTCLoss"])
-def test_losses_in_worker_processes(name: str) -> None:
-    torch.manual_seed(0)
-    case, x = made(name)[-1 if name == "BCELoss" else 0]("mean"), inputs()
-    check(module_of(name), case, x, ((x, case.targets), {"parallelize": 3, "speeds": [3, 1, 2]}))
-
-
 def stack(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
     """Collates."""
     return torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs])
@@ -276,67 +267,6 @@ def test_a_loss_with_a_forward_of_its_own_is_not_torchs(make: Callable[[], Case]
     torch.manual_seed(0)
     case, x = make(), inputs()
     check(_scores(nn.Sigmoid()), case, x, *(((x, case.targets), {"chunk_size": size}) for size in (4, 10)))
-
-
-@pytest.mark.parametrize("rows", [(N, CLASSES), (N, 1)])
-@pytest.mark.parametrize("collate", [None, stack])
-def test_weights_of_samples_follow_the_samples_of_a_list(rows: tuple[int, ...], collate: Any) -> None:
-    torch.manual_seed(0)
-    x, y = inputs(), torch.rand(N, CLASSES).double()
-    case, options = Case(nn.BCELoss(torch.rand(rows).double()), y), {"chunk_size": 4, "collate_fn": collate}
-    check(_scores(nn.Sigmoid()), case, x, *(((list(x), targets), options) for targets in (y, list(y))))
-
-
-@pytest.mark.parametrize("chunk_size", [None, 4])
-def test_weights_of_positives_follow_the_samples(chunk_size: int | None) -> None:
-    """torch documents any shape that can be broadcast with the targets."""
-    torch.manual_seed(0)
-    x, y = inputs(), torch.rand(N, CLASSES).double()
-    criterion = nn.BCEWithLogitsLoss(torch.rand(N, 1).double(), pos_weight=torch.rand(N, CLASSES).double())
-    ways: Any = [((x, y), {}), ((list(x), list(y)), {})]
-    check(_scores(), Case(criterion, y), x, *ways, chunk_size=chunk_size, parallelize=2)
-
-
-def _any_module(data: st.DataObject, activation: nn.Module | None) -> nn.Module:
-    """Layers of any number, width and kind before the scores."""
-    layers: list[nn.Module] = []
-    width = 4
-    for _ in range(data.draw(st.integers(0, 3))):
-        wider = data.draw(st.integers(1, 12))
-        kinds: list[nn.Module] = [nn.Tanh(), nn.GELU(), nn.Softplus(), nn.LayerNorm(wider)]
-        layers += [nn.Linear(width, wider, bias=data.draw(st.booleans())), data.draw(st.sampled_from(kinds))]
-        width = wider
-    return nn.Sequential(*layers, nn.Linear(width, 4), _scores(activation)).double()
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.* idle")
-@settings(deadline=None, max_examples=6)
-@given(data=st.data())
-def test_any_module_and_speeds_in_worker_processes(data: st.DataObject) -> None:
-    torch.manual_seed(data.draw(st.integers(0, 10**6)))
-    samples = data.draw(st.integers(1, 60))
-    module, x, classes = _any_module(data, None), inputs(samples), torch.randint(0, CLASSES, (samples,))
-    classes[1::3] = -100
-    speeds = data.draw(st.lists(st.floats(0.01, 1), min_size=2, max_size=2))
-    options = {"speeds": speeds, "chunk_size": data.draw(st.one_of(st.none(), st.integers(1, 70))), "parallelize": 2}
-    check(module, Case(nn.CrossEntropyLoss(_weights()), classes), x, ((x, classes), options))
-
-
-@pytest.mark.parametrize("chunk_size", [None, 3])
-def test_a_mean_of_the_users_own_with_denominators(chunk_size: int | None) -> None:
-    """The mean over the present entries of targets with gaps."""
-
-    def masked(module: nn.Module, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        there = ~targets.isnan()
-        return nn.functional.mse_loss(module(x)[there], targets[there])
-
-    torch.manual_seed(0)
-    x, targets = inputs(), _targets(N, CLASSES)
-    targets[torch.rand(N, CLASSES) < 0.5] = torch.nan
-    targets[3:6] = torch.nan
-    case = Case(nn.MSELoss(), targets, masked, lambda _, targets: (~targets.isnan()).sum(1))
-    check(_scores(), case, x, ((x, targets), {"chunk_size": chunk_size}))
 
 
 def test_no_reduction_is_refused() -> None:

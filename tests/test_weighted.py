@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -39,14 +38,6 @@ def close(found: tuple[float, torch.Tensor], loss: torch.Tensor, module: nn.Modu
 
 
 # ---- weights of samples
-
-
-def mean(function: Callable[..., torch.Tensor]) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    def loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        each = function(output, targets, reduction="none").reshape(N, -1).mean(1)
-        return (W * each).sum() / W.sum()
-
-    return loss
 
 
 def test_weights_of_any_size() -> None:

@@ -12,7 +12,6 @@ from ignite.metrics import RunningAverage
 from torch import nn
 
 from batchopt import BatchOptimizer, WorkerError
-from batchopt._machine.cores import share_cores
 from batchopt.ignite import create_trainer
 from tests.building import loaded, on
 from tests.ignite.common import batches, optimizer
@@ -122,14 +121,6 @@ def test_what_backward_needs_may_not_be_written_to(parallelize: int) -> None:
         given["operation"] = "neg"
         opt.step(x)
         assert opt.batch_counter == 2
-
-
-@pytest.mark.parametrize("cores, workers, threads", [(7, 2, [4, 3]), (8, 4, [2, 2, 2, 2]), (2, 3, [1, 1, 1])])
-def test_cores_are_divided_among_workers(
-    cores: int, workers: int, threads: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("batchopt._machine.cores.usable_cores", lambda: cores)
-    assert share_cores(workers, None) == threads
 
 
 def test_a_running_average_of_the_loss() -> None:

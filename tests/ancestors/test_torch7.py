@@ -7,7 +7,6 @@ import os
 from torch import nn
 
 from batchopt import BatchOptimizer
-from batchopt.backends.nodes.placing import Room, spread
 
 
 def test_workers_are_known_by_rank_and_process_and_take_functions_with_what_they_capture() -> None:
@@ -19,7 +18,3 @@ def test_workers_are_known_by_rank_and_process_and_take_functions_with_what_they
             (pids[0], 0),
             (pids[1], 10),
         ]
-
-
-def test_sixteen_workers_on_machines_of_8_16_and_4_cores() -> None:
-    assert spread(16, [Room("a", 8), Room("b", 16), Room("c", 4)]) == [("a", 5), ("b", 9), ("c", 2)]

@@ -92,3 +92,7 @@ def test_a_cluster_without_tokens_is_warned_of_once(monkeypatch: pytest.MonkeyPa
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         cluster._warn_without_token()
+
+
+def test_sixteen_workers_on_machines_of_8_16_and_4_cores() -> None:
+    assert spread(16, [Room("a", 8), Room("b", 16), Room("c", 4)]) == [("a", 5), ("b", 9), ("c", 2)]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from ignite.handlers import PiecewiseLinear
 from torch.nn.functional import l1_loss, mse_loss
-from torch.optim.lr_scheduler import MultiStepLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import batchopt
@@ -207,41 +207,6 @@ def test_a_plateau_is_one_of_the_validation() -> None:
         constant = {"loss": lambda outputs, targets: 1.0}
         fit(opt, batches(), epochs=3, eval_data=data(), metrics=constant, scheduler=plateau)
         assert opt.optimizer.param_groups[0]["lr"] == pytest.approx(1e-3 / 4)  # type: ignore[union-attr]
-
-
-SCHEDULERS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "torch, epoch": (lambda adam: StepLR(adam, 1, 0.1), "epoch"),
-    "torch, batch": (lambda adam: MultiStepLR(adam, [2, 7], 0.1), "batch"),
-    "a plateau": (lambda adam: ReduceLROnPlateau(adam, factor=0.5, patience=0, threshold=1.0), "epoch"),
-    "ignite, batch": (lambda adam: PiecewiseLinear(adam, "lr", [(0, 0.1), (10, 0.01)]), "batch"),
-    "ignite, epoch": (lambda adam: PiecewiseLinear(adam, "lr", [(0, 0.1), (2, 0.01)]), "epoch"),
-}
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_schedules_go_on_after_a_resume(name: str, tmp_path: Path) -> None:
-    make, step = SCHEDULERS[name]
-
-    def run(folder: str, on_batch: Any = ()) -> str:
-        with optimizer() as opt:
-            schedule = {"scheduler": make(opt.optimizer), "scheduler_step": step}
-            checkpoint = Checkpoint(tmp_path / folder, every=1)
-            fit(opt, batches(), epochs=2, checkpoint=checkpoint, resume="auto", on_batch=on_batch, **schedule)
-            return opt.fingerprint()
-
-    expected = run("whole")
-    for killed in range(2, 11):
-
-        def kill(moment: Moment, killed: int = killed) -> None:
-            if moment.iteration == killed:
-                raise Killed
-
-        with pytest.raises(Killed):
-            run(str(killed), kill)
-        assert run(str(killed)) == expected
-    with optimizer() as opt, pytest.raises(batchopt.CheckpointError, match="it was written with a scheduler"):
-        fit(opt, batches(), epochs=3, checkpoint=tmp_path / "whole", resume="auto")
 
 
 # What is said

@@ -9,18 +9,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from ignite.handlers import PiecewiseLinear
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 
 import batchopt
-from batchopt import Batches, BatchOptimizer, CheckpointError
+from batchopt import Batches, CheckpointError
 from batchopt.ignite import Checkpoint, EarlyStopping, EverySeconds, Moment, Record, fit
 from tests.ignite.common import Killed, batches, data, optimizer
 from tests.ignite.test_record import timeless
@@ -69,6 +70,7 @@ def run(
     make: Callable[[], Any] = batches,
     parallelize: int = 1,
     killed: int | None = None,
+    scheduler: Callable[[Any], Any] | None = None,
     **options: Any,
 ) -> tuple[str, Any]:
     """Train for two epochs of five batches; the fingerprint and the numbers of the last epoch."""
@@ -78,10 +80,22 @@ def run(
             raise Killed
 
     checkpoint = options.pop("checkpoint", None) or Checkpoint(folder, every=1)
-    given = {"backend": options.pop("backend")} if "backend" in options else {}
+    given = {name: options.pop(name) for name in ("backend", "optimizer") if name in options}
     with optimizer(parallelize, **given) as opt:
+        if scheduler is not None:
+            options["scheduler"] = scheduler(opt.optimizer)
         state = fit(opt, make(), **{"epochs": 2, **options}, checkpoint=checkpoint, resume="auto", on_batch=kill)
-        return opt.fingerprint(), dict(state.metrics)
+        return opt.fingerprint(), {**state.metrics, "epoch": state.epoch}
+
+
+def check(trained: Callable[[str, int | None], Any], positions: Iterable[int] = range(1, 11)) -> Any:
+    """Killed there and gone on with it is as without; returns that."""
+    expected = trained("whole", None)
+    for killed in positions:
+        with pytest.raises(Killed):
+            trained(str(killed), killed)
+        assert trained(str(killed), None) == expected, killed
+    return expected
 
 
 @pytest.mark.sampled
@@ -90,30 +104,59 @@ def run(
 def test_killed_at_every_batch(name: str, every: int | None, tmp_path: Path) -> None:
     validation: dict[str, Any] = {"eval_data": data(), "metrics": {"loss": mse_loss}}
 
-    def trained(folder: Path, killed: int | None = None) -> tuple[str, Any]:
-        return run(folder, DATA[name], killed=killed, checkpoint=Checkpoint(folder, every=every), **validation)
+    def trained(folder: str, killed: int | None) -> tuple[str, Any]:
+        checkpoint = Checkpoint(tmp_path / folder, every=every)
+        return run(tmp_path / folder, DATA[name], killed=killed, checkpoint=checkpoint, **validation)
 
-    expected = trained(tmp_path / "whole")
-    for killed in range(1, 11):
-        folder = tmp_path / str(killed)
-        with pytest.raises(Killed):
-            trained(folder, killed)
-        assert trained(folder) == expected
+    check(trained)
+
+
+schedulers = torch.optim.lr_scheduler
+SCHEDULERS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "torch, epoch": (lambda adam: schedulers.StepLR(adam, 1, 0.1), "epoch"),
+    "torch, batch": (lambda adam: schedulers.MultiStepLR(adam, [2, 7], 0.1), "batch"),
+    "a plateau": (lambda adam: schedulers.ReduceLROnPlateau(adam, factor=0.5, patience=0, threshold=1.0), "epoch"),
+    "ignite, batch": (lambda adam: PiecewiseLinear(adam, "lr", [(0, 0.1), (10, 0.01)]), "batch"),
+    "ignite, epoch": (lambda adam: PiecewiseLinear(adam, "lr", [(0, 0.1), (2, 0.01)]), "epoch"),
+    "one in another, whose milestones are a Counter": (
+        lambda adam: schedulers.SequentialLR(
+            adam,
+            [schedulers.ConstantLR(adam, 0.5), schedulers.MultiStepLR(adam, [1, 3, 3])],
+            milestones=[2],
+        ),
+        "batch",
+    ),
+}
+
+
+@pytest.mark.sampled
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step:UserWarning")  # by torch 2.6 itself
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedules_go_on_and_others_are_refused(name: str, tmp_path: Path) -> None:
+    scheduler, step = SCHEDULERS[name]
+
+    def trained(folder: str, killed: int | None, **options: Any) -> Any:
+        given = {"scheduler": scheduler, "scheduler_step": step, **options}
+        return run(tmp_path / folder, killed=killed, **given)
+
+    check(trained)
+    other, there = ("epoch", "batch") if step == "batch" else ("batch", "epoch")
+    for options, words in (
+        ({"scheduler": lambda adam: schedulers.LinearLR(adam)}, "`scheduler` .*, and here is LinearLR"),
+        ({"scheduler_step": other}, f"`scheduler_step` {there}, and here is {other}"),
+        ({"scheduler": None}, "it was written with a scheduler"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            trained("whole", None, epochs=3, **options)
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("noisy", [False, True])
 @pytest.mark.parametrize("positions", [(1, 3, 5, 6, 8, 10), pytest.param((2, 4, 7, 9), marks=pytest.mark.slow)])
 def test_a_loader_with_workers(noisy: bool, positions: tuple[int, ...], tmp_path: Path) -> None:
-    expected = run(tmp_path / "whole", lambda: loader(2, noisy))
-    if not noisy:  # the number of its workers is nothing to the order
-        assert run(tmp_path / "other", lambda: loader(0, noisy)) == expected
-    for killed in positions:
-        folder = tmp_path / str(killed)
-        with pytest.raises(Killed):
-            run(folder, lambda: loader(2, noisy), killed=killed)
-        resumed = (lambda: loader(0, noisy)) if not noisy and killed % 2 else (lambda: loader(2, noisy))
-        assert run(folder, resumed) == expected
+    """Unless samples draw, the number of its workers is nothing to the order."""
+    numbers = itertools.cycle([2, 2] if noisy else [2, 0])
+    check(lambda folder, killed: run(tmp_path / folder, lambda: loader(next(numbers), noisy), killed=killed), positions)
 
 
 @pytest.mark.slow
@@ -130,48 +173,15 @@ def test_one_worker_then_three_then_two(name: str, tmp_path: Path) -> None:
         assert run(folder, DATA[name], 2) == expected
 
 
-def test_killed_in_the_first_batch_of_all_or_before_the_first_checkpoint(tmp_path: Path) -> None:
-    expected = run(tmp_path / "whole")
-    with pytest.raises(Killed):
-        run(tmp_path / "a", killed=1)
-    assert Checkpoint(tmp_path / "a").newest() is None
-    assert run(tmp_path / "a") == expected
-
-
 def test_svrg_early_stopping_and_the_mean_of_an_epoch(tmp_path: Path) -> None:
-    def trained(folder: str, killed: int | None = None) -> Any:
-        torch.manual_seed(0)
-        module = torch.nn.Linear(3, 1).double()
-        seen: list[Any] = []
+    def trained(folder: str, killed: int | None) -> Any:
+        options: dict[str, Any] = {"epochs": 6, "patience": EarlyStopping("loss", 2, mode="max")}
+        options["optimizer"] = lambda params: batchopt.SVRG(torch.optim.SGD(params, lr=0.01))
+        return run(tmp_path / folder, killed=killed, **options)
 
-        def kill(moment: Moment) -> None:
-            if moment.iteration == killed:
-                raise Killed
-
-        with BatchOptimizer(
-            module, mse_loss, optimizer=lambda p: batchopt.SVRG(torch.optim.SGD(p, lr=0.01)), chunk_size=4
-        ) as opt:
-            fit(
-                opt,
-                batches(),
-                epochs=6,
-                patience=EarlyStopping("loss", 2, mode="max"),
-                checkpoint=Checkpoint(tmp_path / folder, every=1),
-                resume="auto",
-                on_batch=kill,
-                on_epoch=lambda moment: seen.append((moment.epoch, moment.numbers["loss"])),
-            )
-            return opt.fingerprint(), seen
-
-    expected, epochs = trained("whole")
-    last = epochs[-1][0]
-    assert last < 6  # it was stopped
-    for killed in range(1, last * 5 + 1, 2):
-        with pytest.raises(Killed):
-            trained(str(killed), killed)
-        fingerprint, seen = trained(str(killed))
-        assert fingerprint == expected and seen == epochs[len(epochs) - len(seen) :]
-    assert trained("whole") == (expected, [])  # what was stopped stays so
+    expected = check(trained, range(1, 14, 2))
+    assert expected[1]["epoch"] < 6  # it was stopped, and stays so
+    assert trained("whole", None) == expected
 
 
 def test_more_epochs_and_done_epochs(tmp_path: Path) -> None:
@@ -285,39 +295,6 @@ def test_a_file_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
     with optimizer() as opt, pytest.raises(CheckpointError, match="damaged"):
         fit(opt, batches(), **given)
-
-
-def lowered(opt: BatchOptimizer) -> Any:
-    """A scheduler in another one, whose milestones are a Counter."""
-    schedulers = torch.optim.lr_scheduler
-    assert opt.optimizer is not None
-    parts = [schedulers.ConstantLR(opt.optimizer, 0.5), schedulers.MultiStepLR(opt.optimizer, [1, 3, 3])]
-    return schedulers.SequentialLR(opt.optimizer, parts, milestones=[2])
-
-
-@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step:UserWarning")  # by torch 2.6 itself
-def test_schedulers_in_a_scheduler_go_on_and_others_are_refused(tmp_path: Path) -> None:
-    def trained(folder: str, make: Any = lowered, killed: int | None = None, step: str = "batch") -> str:
-        def kill(moment: Moment) -> None:
-            if moment.iteration == killed:
-                raise Killed
-
-        with optimizer() as opt:
-            options: dict[str, Any] = {"checkpoint": Checkpoint(tmp_path / folder, every=1), "resume": "auto"}
-            scheduler = make(opt)
-            fit(opt, batches(), epochs=2, scheduler=scheduler, scheduler_step=step, on_batch=kill, **options)
-            return opt.fingerprint()
-
-    whole = trained("whole")
-    for killed in (2, 4, 7):
-        with pytest.raises(Killed):
-            trained(str(killed), killed=killed)
-        if killed == 4:
-            with pytest.raises(CheckpointError, match="`scheduler` SequentialLR, and here is StepLR"):
-                trained("4", lambda opt: torch.optim.lr_scheduler.StepLR(opt.optimizer, 2))
-            with pytest.raises(CheckpointError, match="`scheduler_step` batch, and here is epoch"):
-                trained("4", step="epoch")
-        assert trained(str(killed)) == whole
 
 
 @pytest.mark.parametrize("killed", [None, 3])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -42,7 +43,7 @@ KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 # Without those for sparse gradients, and those that take only matrices.
 TORCHS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    name: lambda p, kind=kind: kind(p, lr=0.01)
+    name: functools.partial(kind, lr=0.01)
     for name, kind in sorted(vars(torch.optim).items())
     if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
     if name not in ("SparseAdam", "Muon", "LBFGS")
