@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import threading
@@ -190,22 +191,6 @@ def test_a_batch_is_not_cut_where_that_would_change_f() -> None:
         assert len(opt.workers) == 1 and "how the batch is cut" in choice_of(opt).reason
 
 
-@pytest.mark.usefixtures("two_cores")
-def test_what_cannot_be_sent_stays_here() -> None:
-    case = mlp()
-    lock = threading.Lock()
-
-    def criterion(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        with lock:
-            return nn.functional.mse_loss(output, targets)
-
-    with BatchOptimizer(**{**parts(Slow()), "criterion": criterion}) as opt:
-        opt.load(case.inputs, case.targets)
-        for _ in range(20):
-            opt.evaluate()
-        assert len(opt.workers) == 1 and "cannot be sent" in choice_of(opt).reason
-
-
 # ---- where the number of workers stays
 
 
@@ -302,6 +287,11 @@ def whole_only(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return nn.functional.mse_loss(output, targets)
 
 
+def locked(lock: Any, output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Holds what no other process can have."""
+    return nn.functional.mse_loss(output, targets)
+
+
 @pytest.mark.usefixtures("two_cores")
 @pytest.mark.parametrize(
     ("criterion", "reason"),
@@ -310,6 +300,7 @@ def whole_only(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         (undefined_there, "workers compute something else than this process"),
         (only_here, "workers cannot evaluate this"),
         (whole_only, "a part of the batch cannot be evaluated"),
+        (functools.partial(locked, threading.Lock()), "cannot be sent"),
     ],
 )
 def test_workers_are_not_used_where_they_find_another_f_or_none(

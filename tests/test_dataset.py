@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from batchopt import Batches, BatchOptimizer, Term, WorkerError
-from batchopt._mapreduce.speeds import Speeds
 from tests.building import loaded
 from tests.workloads import Mlp, Noisy, Pairs, mlp, reference
 
@@ -73,7 +73,8 @@ def test_shares_stay_where_what_was_read_is_kept() -> None:
         with loaded(case.module, case.criterion, Pairs(case.inputs, case.targets), parallelize=2, cache=cache) as opt:
             opt.evaluate()
             before = opt._function.ready().plan.cut.bounds
-            opt._function.workers.set_speeds(Speeds((900.0, 100.0)))  # as if one had proved to be slower
+            workers = opt._function.workers
+            workers.set_speeds(replace(workers.speeds, values=(900.0, 100.0)))  # as if one had proved to be slower
             opt.evaluate()
             assert (opt._function.ready().plan.cut.bounds == before) == cache
 

@@ -196,30 +196,6 @@ def test_what_a_prehook_changes_for_some_samples_is_theirs_wherever_they_are_eva
     assert values(2) == values(1)
 
 
-@pytest.mark.parametrize("parallelize", [1, 2])
-@pytest.mark.parametrize("name", ["attribute", "statistics, by data", "attribute tensor, in place"])
-def test_what_a_hook_does_in_a_later_batch_is_undone_or_refused(parallelize: int, name: str) -> None:
-    """The third of five batches of one form is the first for which the hook writes."""
-
-    def hook(worker: Worker, sample: Sample) -> None:
-        if sample.options is not None and sample.options[0]:
-            WRITES[name](worker.module, sample.inputs, sample.targets)
-
-    def losses(**options: Any) -> list[float]:
-        torch.manual_seed(0)
-        module = program()
-        with BatchOptimizer(
-            module, nn.MSELoss(), optimizer="sgd", chunk_size=4, parallelize=parallelize, **options
-        ) as opt:
-            return [opt.step(X, Y, options=[i == 2] * len(X)) for i in range(5)]
-
-    expected = losses()
-    try:
-        assert losses(posthook=hook) == expected
-    except WorkerError as error:
-        assert parallelize == 1 and "attribute" in name and "`posthook` writes a frozen parameter" in str(error)
-
-
 @EACH
 @pytest.mark.filterwarnings("ignore:.*statistics of a chunk")
 def test_a_hook_and_a_forward_that_write_one_buffer_are_refused(parallelize: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from batchopt import BatchOptimizer, Sample, Weighted, Worker
+from batchopt import BatchOptimizer, Sample, Worker
 from batchopt.errors import WorkerError
 from tests.building import loaded
 
@@ -29,19 +28,6 @@ def patient(monkeypatch: pytest.MonkeyPatch, nobody_late: None) -> None:
     monkeypatch.setattr("batchopt.backends.process.repeat.PATIENCE", 5.0)
 
 
-class Drops(nn.Module):
-    """Draws random numbers, and has running statistics."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Dropout(0.3), nn.Linear(5, 2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.layers(x)
-        return y
-
-
 def plain() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
@@ -54,31 +40,6 @@ def move(opt: BatchOptimizer) -> None:
 
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> None:
     assert len(one) == len(other) and all(map(torch.equal, one, other))
-
-
-def minibatches(parallelize: int, ahead: bool, form: str = "tensors") -> list[Any]:
-    """What a few steps of SGD leave, on batches of one form."""
-    module = Drops()
-    batches: list[Any] = [(X * (1 + i), Y - i) for i in range(12)]
-    if form == "another size now and then":
-        batches[5] = batches[5][0][:18], batches[5][1][:18]
-    elif form == "weights":
-        batches = [(Weighted(x, torch.arange(N) + 1.0), y) for x, y in batches]
-    options: dict[str, Any] = {"parallelize": parallelize, "chunk_size": 6, "check_cut": False}
-    sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-    with BatchOptimizer(module, nn.MSELoss(), optimizer=sgd, **options) as opt:
-        losses = [*opt.steps(batches)] if ahead else [opt.step(x, y) for x, y in batches]
-        return [*losses, opt.parameters.clone(), *(tensor.clone() for tensor in module.state_dict().values())]
-
-
-@pytest.mark.filterwarnings("ignore:.*normalises by the statistics")
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("form", ["tensors", "another size now and then", "weights"])
-def test_minibatches_have_the_bits_of_one_process(ahead: bool, form: str) -> None:
-    expected = minibatches(1, ahead, form)
-    found = minibatches(2, ahead, form)
-    assert found[:12] == expected[:12]
-    same(found[12:], expected[12:])
 
 
 class Writes(nn.Linear):
@@ -238,13 +199,6 @@ def test_an_overridden_map_is_not_repeated() -> None:
             opt._function.evaluate()
             assert opt.grad_parameters.any()
             move(opt)
-
-
-class Draws(nn.Linear):
-    """Dropout, if the samples are large."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(nn.functional.dropout(x, 0.5) if bool(x.abs().max() > 2.5) else x)
 
 
 def products(parallelize: int, large: bool, **options: Any) -> list[torch.Tensor]:

@@ -5,17 +5,23 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from batchopt import BatchOptimizer
-from batchopt._function.observer import Evaluated
-from batchopt._mapreduce.answers import Answer, Span
+from batchopt.extending import Answer, Evaluated
 from batchopt.extras.timeline import PARENT, Timeline
 
 X, Y = torch.randn(40, 3), torch.randn(40, 1)
+
+
+def span(began: float, seconds: float, first: int, last: int) -> Any:
+    """Chunks that a worker says to have evaluated, and how long that took."""
+    return SimpleNamespace(began=began, seconds=seconds, first=first, last=last)
 
 
 def made() -> Timeline:
@@ -23,8 +29,8 @@ def made() -> Timeline:
     timeline = Timeline()
     for start in (100.0, 110.0):
         answers = [
-            Answer(0, 4, 2.0, [], spans=[Span(start + 0.5, 2.0, 0, 2)]),
-            Answer(1, 6, 3.5, [], spans=[Span(start + 0.5, 1.5, 2, 3), Span(start + 2.0, 2.0, 3, 5)]),
+            Answer(0, 4, 2.0, [], spans=[span(start + 0.5, 2.0, 0, 2)]),
+            Answer(1, 6, 3.5, [], spans=[span(start + 0.5, 1.5, 2, 3), span(start + 2.0, 2.0, 3, 5)]),
         ]
         bounds = [0, 2, 4, 6, 8, 10]
         timeline.evaluated(Evaluated(1, 1, 0.5, {}, answers, bounds, start, start + 4, start + 5))

@@ -43,7 +43,7 @@ KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 # Without those for sparse gradients, and those that take only matrices.
 TORCHS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    name: functools.partial(kind, lr=0.01)
+    name: functools.partial(vars(torch.optim)[name], lr=0.01)
     for name, kind in sorted(vars(torch.optim).items())
     if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
     if name not in ("SparseAdam", "Muon", "LBFGS")
