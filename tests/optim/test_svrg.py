@@ -98,3 +98,18 @@ def test_it_converges_at_a_fixed_rate_where_sgd_does_not() -> None:
                     pass
         ends.append((model.weight.detach()[0] - best).norm().item())
     assert ends[1] < 1e-6 < ends[0]
+
+
+def test_what_the_closure_raises_leaves_the_parameters() -> None:
+    problem = Regression()
+    optimizer = batchopt.SVRG(torch.optim.SGD(problem.parameters, lr=0.05))
+    optimizer.begin_pass(problem.closure(range(50)))
+    optimizer.step(problem.closure(BATCHES[0]))
+    before = problem.x
+
+    def fails() -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step(fails)
+    assert torch.equal(problem.x, before)
