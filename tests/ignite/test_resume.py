@@ -113,11 +113,6 @@ def test_killed_at_every_batch(name: str, every: int | None, tmp_path: Path) -> 
 
 schedulers = torch.optim.lr_scheduler
 SCHEDULERS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "torch, epoch": (lambda adam: schedulers.StepLR(adam, 1, 0.1), "epoch"),
-    "torch, batch": (lambda adam: schedulers.MultiStepLR(adam, [2, 7], 0.1), "batch"),
-    "a plateau": (lambda adam: schedulers.ReduceLROnPlateau(adam, factor=0.5, patience=0, threshold=1.0), "epoch"),
-    "ignite, batch": (lambda adam: PiecewiseLinear(adam, "lr", [(0, 0.1), (10, 0.01)]), "batch"),
-    "ignite, epoch": (lambda adam: PiecewiseLinear(adam, "lr", [(0, 0.1), (2, 0.01)]), "epoch"),
     "one in another, whose milestones are a Counter": (
         lambda adam: schedulers.SequentialLR(
             adam,
@@ -126,6 +121,11 @@ SCHEDULERS: dict[str, tuple[Callable[[Any], Any], str]] = {
         ),
         "batch",
     ),
+    "torch, epoch": (lambda adam: schedulers.StepLR(adam, 1, 0.1), "epoch"),
+    "torch, batch": (lambda adam: schedulers.MultiStepLR(adam, [2, 7], 0.1), "batch"),
+    "a plateau": (lambda adam: schedulers.ReduceLROnPlateau(adam, factor=0.5, patience=0, threshold=1.0), "epoch"),
+    "ignite, batch": (lambda adam: PiecewiseLinear(adam, "lr", [(0, 0.1), (10, 0.01)]), "batch"),
+    "ignite, epoch": (lambda adam: PiecewiseLinear(adam, "lr", [(0, 0.1), (2, 0.01)]), "epoch"),
 }
 
 
