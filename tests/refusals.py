@@ -442,6 +442,7 @@ load(NESTED, Y, denominators=ones) -> ValueError: samples can have weights where
 load({"a": (NESTED, Y)}, terms={"a": Term(misfit)}) -> ValueError: samples can have weights where their losses are known
 on(lambda opt: opt.collect(misfit, NESTED)) -> ValueError: samples can have weights where
 step(criterion=lambda output, targets: output) -> WorkerError: `criterion` must return a scalar; got shape (4, 4): use r
+step(criterion=lambda o, y: o.sum().item()) -> WorkerError: a scalar tensor; got float
 step(criterion=lambda o, y: (o - y).detach().mean()) -> WorkerError: does not depend on any trainable parameter (it has
 step(X, Y.masked_fill(Y > 0.7, math.nan), optimizer="sgd") ->
     NonFiniteError: loss is nan in chunk 0 (sample 2), at step 1, evaluation 1; parameters are unchanged

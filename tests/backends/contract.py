@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import random
+import sys
 import traceback
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,9 @@ from torch import nn
 import batchopt
 from batchopt import BatchOptimizer, Sample, Worker, WorkerError
 from tests.backends.task_contract import TaskContract
-from tests.workloads import Broken, Mlp, Noisy, Pairs, Workload, cnn, convolutional, mlp, reference, rnn
+from tests.changes import CHANGES, World
+from tests.test_forms import FORMS, asked, network
+from tests.workloads import Broken, Mlp, Noisy, Pairs, Workload, cnn, difference, mlp, reference
 
 Make = Callable[..., BatchOptimizer]
 
@@ -44,16 +46,22 @@ KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "lbfgs": lambda p: torch.optim.LBFGS(p, max_iter=5, line_search_fn="strong_wolfe"),
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "adam": lambda p: torch.optim.Adam(p, lr=0.01),
-    "asgd": lambda p: torch.optim.ASGD(p, lr=0.1),
-    "adagrad": lambda p: torch.optim.Adagrad(p),
-    "rprop": lambda p: torch.optim.Rprop(p),
 }
 
 
-def agree(opt: BatchOptimizer, loss: float, gradient: torch.Tensor) -> None:
+# Of what users change: what the loss is made of, and all else.
+OF_LOSS = [name for name in CHANGES if "captured" in name or name == "global"]
+OF_PROGRAM = [name for name in CHANGES if name not in OF_LOSS and name != "dropout"]  # which may leave nothing
+# Of forms some, and of these what has the bits of tensors.
+ALIKE = ["tensors", "a dataset", "a dataset read each time"]
+SOME_FORMS = [*ALIKE, "values beside tensors", "a list of many lengths", "weights of a dataset", "terms and a dataset"]
+SOME_FORMS += ["CrossEntropyLoss() 2"]  # some of whose targets do not count
+
+
+def agree(opt: BatchOptimizer, loss: float, gradient: torch.Tensor, tolerance: float = 1e-12) -> None:
     """An evaluation finds these."""
-    assert opt.evaluate().item() == pytest.approx(loss, rel=1e-12)
-    torch.testing.assert_close(opt.grad_parameters, gradient, rtol=1e-12, atol=1e-14)
+    assert opt.evaluate().item() == pytest.approx(loss, rel=tolerance)
+    torch.testing.assert_close(opt.grad_parameters, gradient, rtol=tolerance, atol=tolerance / 100)
 
 
 def tied(samples: int = 9) -> Workload:
@@ -122,48 +130,28 @@ class Contract(TaskContract):
         found = opt.run_on_workers(lambda worker: worker.module.encoder.weight is worker.module.decoder.weight)
         assert found == [True] * self.parallelize
 
-    def test_parameters_that_are_given_other_memory_reach_the_workers(self, make: Make) -> None:
-        case = tied()
-        module: Any = case.module
-        opt = make(module, case.criterion, optimizer=None)
-        self.check(opt, case)
-        for parameter in module.parameters():
-            if parameter.requires_grad:
-                parameter.data = parameter.data + 0.25
-        opt.evaluate()
-        found = opt.output
-        self.check(opt, case)
-        assert found == pytest.approx(opt.output, rel=1e-12)
-        module.mix = nn.Parameter(module.mix.detach().clone())
-        with pytest.raises(batchopt.BatchoptError, match="'mix' was replaced"):
-            opt.evaluate()
-
-    def test_frozen_parameters_and_modes_that_change_between_steps_reach_the_workers(self, make: Make) -> None:
-        case = tied()
-        module: Any = case.module
-        opt = make(module, case.criterion, optimizer=None)
-        self.check(opt, case)
-        module.scale.data.fill_(2.0)
-        module.scale.mul_(1.5)
-        self.check(opt, case)
-        module.mix.requires_grad_(False)
-        opt.load(case.inputs, case.targets)
-        opt.evaluate()
-        assert module.mix.grad is None
-        assert not opt.grad_parameters[:12].any()  # `mix` comes first
-        assert torch.equal(module.encoder.weight.grad.flatten(), opt.grad_parameters[12:])
-        module.mix.requires_grad_(True)
-        self.check(opt, case)
-        module.scale.requires_grad_(True)
-        with pytest.raises(batchopt.BatchoptError, match="'scale' was frozen"):
-            opt.load(case.inputs, case.targets)
-
-    def test_parametrized_modules(self, make: Make) -> None:
-        torch.manual_seed(0)
-        normed = nn.utils.parametrizations.weight_norm(nn.Linear(6, 5))
-        module = nn.Sequential(normed, nn.Tanh(), nn.utils.parametrizations.orthogonal(nn.Linear(5, 4))).double()
-        case = Workload(module, nn.MSELoss(), torch.randn(9, 6).double(), torch.randn(9, 4).double())
-        self.check(make(module, case.criterion, optimizer=None), case)
+    @pytest.mark.sampled
+    @pytest.mark.parametrize("with_loss_fn, number", [(True, 1.75), (False, 1.75), (False, 0.75)])
+    def test_what_the_user_changes_between_steps_reaches_the_workers(
+        self, make: Make, with_loss_fn: bool, number: float
+    ) -> None:
+        """One change after the other: parts of the module, what is frozen, modes, hooks, the loss, torch's settings."""
+        world = World()
+        world.criterion.get_buffer("weight").fill_(1.0)
+        what = {"loss_fn": world.loss} if with_loss_fn else {"criterion": world.criterion}
+        opt = make(world.module, **what, optimizer=None, check_cut=False)
+        try:
+            for name in OF_LOSS if with_loss_fn else OF_PROGRAM:
+                CHANGES[name](world, number)
+                opt.load(world.inputs, world.targets)
+                agree(opt, *world.reference(with_loss_fn), tolerance=1e-9)
+                modes = {part: part.training for part in world.module.modules()}
+                expected = world.module.eval()(world.inputs)
+                for part, mode in modes.items():
+                    part.training = mode
+                torch.testing.assert_close(opt.predict(world.inputs), expected.detach(), rtol=1e-9, atol=1e-11)
+        finally:
+            world.undo_ambient()
 
     def test_a_parameter_without_influence_keeps_no_gradient(self, make: Make) -> None:
         class WithSpare(Mlp):
@@ -192,18 +180,18 @@ class Contract(TaskContract):
 
     # ---- batches
 
+    @pytest.mark.filterwarnings("ignore:.* for . workers")
     def test_every_form_of_batch(self, make: Make) -> None:
-        case = mlp(samples=11)
-        x, y = case.inputs, case.targets
-
-        def loss_fn(module: nn.Module, inputs: Any, targets: Any) -> torch.Tensor:
-            a, b = (inputs["a"], inputs["b"]) if isinstance(inputs, dict) else inputs
-            return nn.functional.mse_loss(module(torch.cat([a, b], 1)), targets[0])
-
-        opt = make(case.module, optimizer=None, loss_fn=loss_fn)
-        a, b = x[:, :2], x[:, 2:]
-        for inputs, targets in (((a, b), (y,)), ([a, b], [y]), ({"a": a, "b": b}, (y,))):
-            self.check(opt, case, inputs, targets)
+        """With the numbers of plain torch, and in fixed chunks with the bits of one process."""
+        found, way = {}, {"backend": self.backend, "parallelize": self.asked}
+        for name in SOME_FORMS:
+            found[name] = asked(*FORMS[name], network(), **way, chunk_size=4)
+            alone = asked(*FORMS[name], network(), backend="serial", parallelize=1, chunk_size=4)
+            assert found[name][0] == alone[0] and all(map(torch.equal, found[name][1:], alone[1:])), name
+        first, *others = (found[name] for name in ALIKE)
+        for other in others:
+            assert first[0] == other[0] and all(map(torch.equal, first[1:], other[1:]))
+        asked(*FORMS["terms and a dataset"], network(), **way)
 
     @pytest.mark.filterwarnings("ignore:.*idle:UserWarning")
     def test_batches_of_any_size_one_after_the_other(self, make: Make) -> None:
@@ -213,26 +201,6 @@ class Contract(TaskContract):
         for size in (5, 1, 64, 2, 3, 200, 7):
             x, y = torch.randn(size, 6).double(), torch.randn(size, 4).double()
             self.check(opt, Workload(module, nn.MSELoss(), x, y))
-
-    def test_samples_of_different_shapes_alone_and_collated(self, make: Make) -> None:
-        case = rnn()
-
-        def pad(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[list[torch.Tensor], torch.Tensor]:
-            return [x for x, _ in pairs], torch.stack([y for _, y in pairs])
-
-        def criterion(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            return nn.functional.cross_entropy(outputs, targets)
-
-        class Many(nn.Module):
-            def __init__(self, one: nn.Module) -> None:
-                super().__init__()
-                self.one = one
-
-            def forward(self, sequences: list[torch.Tensor]) -> torch.Tensor:
-                return torch.stack([self.one(sequence) for sequence in sequences])
-
-        self.check(make(case.module, case.criterion, optimizer=None), case)
-        self.check(make(Many(case.module), criterion, optimizer=None, collate_fn=pad), case)
 
     def test_inputs_that_require_grad_arrive_as_leaves(self, make: Make) -> None:
         module = Mlp(2, 5, 1).double()
@@ -248,62 +216,7 @@ class Contract(TaskContract):
         assert opt.evaluate().item() == pytest.approx(loss_fn(module, points, None).item(), rel=1e-12)
         assert points.grad is None
 
-    def test_ignored_and_weighted_classes_count_as_on_the_whole_batch(self, make: Make) -> None:
-        torch.manual_seed(0)
-        module = convolutional().double()
-        x, y = torch.randn(12, 1, 8, 8).double(), torch.randint(0, 10, (12,))
-        y[:8] = -100  # the first worker's whole share, and more
-        criterion = nn.CrossEntropyLoss(weight=torch.rand(10).double(), label_smoothing=0.1)
-        for chunk_size in (None, 3):
-            opt = make(module, criterion, optimizer=None, chunk_size=chunk_size)
-            self.check(opt, Workload(module, criterion, x, y))
-
-    def test_values_of_samples_beside_tensors_come_with_their_samples_in_a_dict_of_its_kind(self, make: Make) -> None:
-        def loss_fn(module: nn.Module, batch: Any, _: Any) -> torch.Tensor:
-            assert type(batch) is OrderedDict and len(batch["names"]) == len(batch["x"])
-            assert batch["scales"] == [2.0, 3.0]
-            scale = torch.tensor([float(len(name)) for name in batch["names"]]).double() * batch["scales"][0]
-            loss: torch.Tensor = (module(batch["x"]).square().sum(1) * scale).mean()
-            return loss
-
-        module, names = Mlp().double(), ["x" * (1 + i % 4) for i in range(13)]
-        x = torch.linspace(-1, 1, 78).double().view(13, 6)
-        batch = OrderedDict(names=names, x=x, scales=[2.0, 3.0])
-        for options in ({}, {"chunk_size": 4}):
-            opt = make(module, optimizer=None, loss_fn=loss_fn, **options)
-            opt.load(batch)
-            assert opt.evaluate().item() == pytest.approx(loss_fn(module, batch, None).item(), rel=1e-12)
-
     # ---- datasets
-
-    @pytest.mark.parametrize("cache", [True, False])
-    def test_a_dataset_is_the_batch_of_its_tensors_bit_for_bit(self, make: Make, cache: bool) -> None:
-        case = cnn(torch.float32)
-        opt = make(case.module, case.criterion, optimizer=None, chunk_size=3, cache=cache)
-        v, found = torch.ones_like(opt.parameters), []
-        for batch in ((case.inputs, case.targets), (Pairs(case.inputs, case.targets),)):
-            opt.load(*batch)
-            losses = [opt.evaluate().item() for _ in range(2)]
-            found.append((losses, opt.grad_parameters.clone(), opt.hvp(v)))
-        (losses, gradient, product), (others, other_gradient, other_product) = found
-        assert losses == others
-        assert torch.equal(gradient, other_gradient) and torch.equal(product, other_product)
-
-    def test_a_dataset_without_fixed_chunks_and_in_a_term(self, make: Make) -> None:
-        case = mlp()
-        data, (loss, gradient) = Pairs(case.inputs, case.targets), case.reference()
-        self.check(make(case.module, case.criterion, optimizer=None), case, data)
-
-        def square(module: nn.Module, x: Any, y: Any) -> torch.Tensor:
-            return nn.functional.mse_loss(module(x), y)
-
-        terms = {"read": batchopt.Term(square), "sent": batchopt.Term(square, weight=2.0)}
-        opt = make(case.module, terms=terms, optimizer=None, chunk_size=5)
-        opt.load({"read": data, "sent": (case.inputs, case.targets)})
-        agree(opt, 3 * loss, 3 * gradient)
-        opt.load({"read": Broken(case.inputs, case.targets), "sent": (case.inputs, case.targets)})
-        with pytest.raises(WorkerError, match=r"FileNotFoundError in worker \d, sample 7 of term 'read': no such pict"):
-            opt.evaluate()
 
     @pytest.mark.parametrize("weighted", [False, True])
     def test_a_worker_that_is_killed_while_it_reads_changes_no_bit(
@@ -329,24 +242,11 @@ class Contract(TaskContract):
         assert caught.value.samples == range(7, 8)
         assert "in __getitem__" in "".join(traceback.format_exception(caught.value))
         assert torch.equal(opt.parameters, before) and opt.batch_counter == 0
-        self.check(opt, case)
-
-    def test_functions_of_a_dataset_are_those_of_its_tensors(self, make: Make) -> None:
-        case = mlp()
-        opt = make(case.module, case.criterion, optimizer=None, chunk_size=5)
-        data = Pairs(case.inputs, case.targets)
-
-        def residual(module: nn.Module, x: Any, y: Any) -> torch.Tensor:
-            difference: torch.Tensor = module(x) - y
-            return difference
-
-        expected = opt.collect(residual, case.inputs, case.targets)
-        assert torch.equal(opt.collect(residual, data), expected)
-        opt.load(data)
-        assert torch.equal(opt.collect(residual), expected)
-        assert torch.equal(opt.total(lambda *a: residual(*a).sum(0), data), opt.total(lambda *a: residual(*a).sum(0)))
         with pytest.raises(WorkerError, match=r"FileNotFoundError in worker \d, sample 7: no such picture"):
-            opt.collect(residual, Broken(case.inputs, case.targets))
+            opt.collect(difference, Broken(case.inputs, case.targets))
+        self.check(opt, case)
+        found = opt.collect(difference, Pairs(case.inputs, case.targets))
+        assert torch.equal(found, opt.collect(difference, case.inputs, case.targets))
 
     @pytest.mark.parametrize("cache", [True, False])
     def test_noise_that_reading_draws_is_the_same_within_a_step_and_new_in_the_next(
@@ -440,9 +340,7 @@ class Contract(TaskContract):
 
     # ---- optimizers
 
-    @pytest.mark.parametrize(
-        "name", [name if name in ("lbfgs", "adam") else pytest.param(name, marks=pytest.mark.slow) for name in KINDS]
-    )
+    @pytest.mark.parametrize("name", KINDS)
     def test_any_torch_optimizer_goes_the_way_it_goes_alone(self, make: Make, name: str) -> None:
         ours, plain, kind = mlp(), mlp(), KINDS[name]
         instance = kind(ours.module.parameters())
@@ -572,52 +470,25 @@ class Contract(TaskContract):
         norm.running_var.copy_(var)
         self.check(opt, Workload(module, nn.MSELoss(), x, y))
 
-    def test_what_a_forward_writes_is_state_or_refused_by_name(self, make: Make) -> None:
+    def test_what_a_forward_writes_is_state(self, make: Make) -> None:
         class Counting(Mlp):
             def __init__(self) -> None:
                 super().__init__()
-                self.count: torch.Tensor = nn.Parameter(torch.zeros(1), requires_grad=False)
-                self.halves = False
+                self.count = nn.Parameter(torch.zeros(1), requires_grad=False)
 
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 with torch.no_grad():
                     self.count += 1
-                    if self.halves:
-                        x /= 2
-                y: torch.Tensor = super().forward(x) + self.count
-                return y
+                return super().forward(x) + self.count
 
         case = mlp()
         module = Counting().double()
         opt = make(module, case.criterion, optimizer=None)
         for step in range(1, 4):
             opt.load(case.inputs, case.targets)
-            first = opt.evaluate().item()
-            assert opt.evaluate().item() == pytest.approx(first, rel=1e-12)
+            expected = case.criterion(Mlp.forward(module, case.inputs) + step, case.targets).item()
+            assert [opt.evaluate().item() for _ in range(2)] == pytest.approx([expected] * 2, rel=1e-12)
             assert module.count.item() == step - 1  # until the step has ended
-            with torch.no_grad():
-                expected = case.criterion(Mlp.forward(module, case.inputs) + step, case.targets).item()
-            assert first == pytest.approx(expected, rel=1e-12)
-        module.halves = True
-        with pytest.raises(WorkerError, match="writes its `inputs` in place"):
-            opt.load(case.inputs.clone(), case.targets)
-            opt.evaluate()
-        module.halves = False
-        opt.load(case.inputs, case.targets)
-        opt.evaluate()
-
-    def test_workers_compute_with_the_callers_settings_of_torch(self, make: Make) -> None:
-        class Shifted(Mlp):
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                return super().forward(x) + torch.full((4,), 1 / 3)  # of the default dtype
-
-        torch.set_default_dtype(torch.float64)
-        try:
-            torch.manual_seed(0)
-            case = Workload(Shifted(), nn.MSELoss(), torch.randn(9, 6), torch.randn(9, 4))
-            self.check(make(case.module, case.criterion, optimizer=None), case)
-        finally:
-            torch.set_default_dtype(torch.float32)
 
     def test_half_precision_is_summed_in_single(self, make: Make) -> None:
         torch.manual_seed(0)
@@ -666,28 +537,11 @@ class Contract(TaskContract):
         opt.prehook = None
         self.check(opt, case)
 
-    @pytest.mark.parametrize(
-        "kind", [SystemExit, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (GeneratorExit, StopIteration))]
-    )
-    def test_exceptions_that_end_programs_do_not_end_workers(self, make: Make, kind: type[BaseException]) -> None:
-        def leave(worker: Worker) -> None:
-            raise kind("leaving")
-
+    def test_an_exit_in_a_function_does_not_end_a_worker(self, make: Make) -> None:
         opt = make(Mlp(), nn.MSELoss())
-        with pytest.raises((WorkerError, kind), match="leaving"):
-            opt.run_on_workers(leave)
+        with pytest.raises((WorkerError, SystemExit), match="leaving"):
+            opt.run_on_workers(lambda worker: sys.exit("leaving"))
         assert opt.run_on_workers(lambda worker: worker.rank) == list(range(self.parallelize))
-
-    def test_a_loss_that_is_none(self, make: Make) -> None:
-        def loss_fn(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Any:
-            losses = module(x).sum(1)
-            return [losses, losses.sum().item(), losses.sum().detach()][int(y[0])]
-
-        opt = make(Mlp(), loss_fn=loss_fn)
-        messages = ["a scalar; got shape", "a scalar tensor; got float", "not depend on any trainable parameter"]
-        for number, message in enumerate(messages):
-            with pytest.raises(WorkerError, match=message):
-                opt.step(torch.randn(4, 6), torch.full((4,), number))
 
     def test_use_before_a_batch_and_after_close(self, make: Make) -> None:
         opt = make(Mlp(), nn.MSELoss())
@@ -728,19 +582,15 @@ class Contract(TaskContract):
         with pytest.raises(batchopt.NonFiniteError, match="a hook made it so"):
             opt.step(case.inputs, case.targets)
 
-    def test_a_gradient_alone_that_is_not_finite(self, make: Make) -> None:
-        module = nn.Linear(3, 1, bias=False).double()
-
+    def test_a_gradient_alone_that_is_not_finite_names_its_sample(self, make: Make) -> None:
         def root(module: nn.Module, x: torch.Tensor, _: None) -> torch.Tensor:
-            loss: torch.Tensor = (module(x).abs() + (x[:, :1] - 1)).clamp(min=0).sqrt().mean()
-            return loss  # its slope is infinite at 0
+            loss: torch.Tensor = (module(x).square() + x[:, :1]).sqrt().mean()
+            return loss
 
-        x = torch.rand(6, 3).double() + 2
-        nn.init.zeros_(module.weight)
-        x[4] = 1.0
-        opt = make(module, loss_fn=root, optimizer="sgd")
+        module, x = nn.Linear(3, 1, bias=False).double(), torch.ones(6, 3).double()
+        x[4] = 0.0  # where the slope of the root is infinite
         with pytest.raises(batchopt.NonFiniteError, match=r"gradient is not finite in chunk \d \(sample 4\)"):
-            opt.step(x)
+            make(module, loss_fn=root, optimizer="sgd").step(x)
 
     # ---- the rest of the contract
 
@@ -817,23 +667,6 @@ class Contract(TaskContract):
             warnings.simplefilter("ignore")  # BatchNorm sees a chunk
             (one, buffers), (other, other_buffers) = run(failing=True), run(failing=False)
         assert one == other and torch.equal(buffers, other_buffers)
-
-    def test_a_loss_that_depends_on_the_cut_is_named_in_sorted_data_too(self, make: Make) -> None:
-        def mean_of_present(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            there = targets >= 0
-            return ((output - targets).square() * there).sum() / there.sum()
-
-        x, targets = torch.linspace(-1, 1, 240).view(80, 3).double(), torch.ones(80, 5).double()
-        targets[60:, 1:] = -1.0
-        for warned in (True, False):
-            opt = make(nn.Linear(3, 5).double(), mean_of_present, optimizer=None, chunk_size=20)
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                opt.load(x, targets if warned else targets.abs())
-                loss = opt.evaluate().item()
-            assert any("as the mean over" in str(warning.message) for warning in caught) is warned
-        expected = mean_of_present(opt.module(x), targets.abs()).item()
-        assert loss == pytest.approx(expected, rel=1e-12)
 
     def test_calibration_measures_every_worker(self, make: Make) -> None:
         case = mlp(samples=200)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -281,58 +280,6 @@ class TaskContract(LeastSquaresContract):
         assert losses == expected_losses
         assert all(map(torch.equal, statistics, expected)) and statistics[-1] == 4
 
-    @pytest.mark.filterwarnings("ignore:.*it normalises by the statistics of a chunk")
-    def test_what_follows_a_step_leaves_the_statistics_that_it_has_made(self, make: Make) -> None:
-        module = noisy()
-        opt = make(module, nn.MSELoss(), optimizer="sgd", chunk_size=5)
-        opt.step(X, Y)
-        made = [buffer.clone() for buffer in module.buffers()]
-        assert made[-1] == 1
-
-        def unchanged() -> bool:
-            return all(map(torch.equal, made, module.buffers()))
-
-        opt.hvp(torch.ones_like(opt.parameters))
-        assert unchanged()
-        opt.collect(outputs_and_errors)
-        assert unchanged()
-        opt.calibrate()
-        assert unchanged()
-        with pytest.raises(WorkerError, match="no sum"):
-            opt.total(lambda m, inputs, targets: nn.Module().get_parameter("no sum"))
-        assert unchanged()
-        with pytest.raises(ValueError, match="samples"):
-            opt.step(X, Y[:3])
-        assert unchanged()
-
-    def test_predictions_are_of_the_module_as_it_is_now(self, make: Make) -> None:
-        module = noisy()
-        opt = make(module, nn.MSELoss(), optimizer="sgd")
-        opt.optimizer.param_groups[0]["lr"] = 0.1  # type: ignore[union-attr]
-
-        def expected() -> torch.Tensor:
-            training = module.training
-            module.eval()
-            with torch.no_grad():
-                outputs: torch.Tensor = module(X)
-            module.train(training)
-            return outputs
-
-        torch.testing.assert_close(opt.predict(X), expected())
-        module.norm.eval()
-        opt.step(X, Y)
-        torch.testing.assert_close(opt.predict(X), expected())
-        module.norm.train()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it normalises by the statistics of a chunk
-            opt.step(X, Y)
-        torch.testing.assert_close(opt.predict(X), expected())
-        assert module.norm.running_mean is not None
-        module.norm.running_mean.mul_(2.0)
-        torch.testing.assert_close(opt.predict(X), expected())
-        module.last.bias.data.add_(1.0)
-        torch.testing.assert_close(opt.predict(X), expected())
-
     def test_a_callback_in_the_middle_of_a_step_may_predict(self, make: Make) -> None:
         torch.manual_seed(0)
 
@@ -350,20 +297,6 @@ class TaskContract(LeastSquaresContract):
 
         (asked, seen), (silent, _) = run(True), run(False)
         assert asked == silent and len(set(seen)) == 5
-
-    def test_a_program_that_was_changed_is_seen_and_the_batch_is_to_be_loaded_anew(self, make: Make) -> None:
-        module = Mlp().double()
-        opt = make(module, nn.MSELoss(), optimizer=None)
-        opt.load(X, Y)
-        opt.evaluate()
-        module.second.requires_grad_(False)
-        module.second.requires_grad_(True)
-        module.register_forward_hook(lambda part, inputs, output: 2 * output)
-        torch.testing.assert_close(opt.predict(X), module(X).detach())
-        with pytest.raises(batchopt.BatchoptError, match="no batch was loaded"):
-            opt.evaluate()
-        opt.load(X, Y)
-        assert opt.evaluate().item() == pytest.approx(nn.functional.mse_loss(module(X), Y).item())
 
     def test_a_forward_that_writes_state_is_learnt_from_in_a_task_too(self, make: Make) -> None:
         module = Counting().double()
@@ -524,26 +457,6 @@ class TaskContract(LeastSquaresContract):
             other.total(lambda m, inputs, targets: inputs.sum(0), inputs).isnan().tolist()
             == [False] * 2 + [True] + [False] * 3
         )
-
-    @pytest.mark.filterwarnings("ignore:.*it normalises by the statistics of a chunk")
-    def test_a_function_leaves_nothing_behind(self, make: Make) -> None:
-        def disturb(module: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            module.drop.p, module.norm.eps, module.last = 0.9, 1.0, nn.Linear(8, 4).double()
-            module.more = nn.Linear(1, 1)
-            module.register_forward_hook(lambda part, given, output: output * 2)
-            module.eval()
-            inputs.detach().numpy()[:] = 0.0
-            targets.zero_()
-            return torch.ones(len(inputs))
-
-        torch.manual_seed(0)
-        opt = make(Noisy().double(), nn.MSELoss(), optimizer=None, chunk_size=5)
-        opt.load(X.clone(), Y.clone())
-        before = opt.evaluate()
-        opt.collect(disturb)
-        opt.total(lambda *given: disturb(*given).sum(), train=True)
-        assert opt.evaluate() == before
-        assert sorted(name for name, _ in opt.module.named_children()) == ["drop", "first", "last", "norm"]
 
     def test_a_function_that_changes_a_parameter_is_an_error(self, make: Make) -> None:
         module = Mlp().double()

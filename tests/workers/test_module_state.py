@@ -1,146 +1,91 @@
+"""Buffers that forwards change: after a step they are the mean of what the chunks made of them, weighted by samples."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
-from batchopt_workers.map.module_state import ModuleState
+from batchopt import BatchOptimizer, WorkerError
+
+LARGE = [2**53 + 1, -(2**53) - 1, 2**63 - 1, -(2**63)]  # which doubles cannot tell from their neighbours
+NOT_FINITE = [torch.inf, -torch.inf, torch.nan]
+X = torch.arange(1.0, 11.0)[:, None]  # in chunks of 4, 4 and 2
 
 
-class Holder(nn.Module):
-    """A module of the given buffers."""
+class Writing(nn.Module):
+    """Holds buffers, and writes them in each forward."""
 
-    def __init__(self, **buffers: torch.Tensor | None) -> None:
+    def __init__(self, write: Callable[[Any, torch.Tensor], object], **buffers: torch.Tensor) -> None:
         super().__init__()
+        self.factor, self.write = nn.Parameter(torch.ones(1)), write
+        self.other = nn.Module()
         for name, buffer in buffers.items():
             self.register_buffer(name, buffer)
+            self.other.register_buffer(name, buffer)  # tied
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.write(self, x)
+        return x * self.factor
 
 
-def in_place(module: nn.Module, name: str, by: float) -> None:
-    module.get_buffer(name).add_(by)
+def tensor(*numbers: float) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.float64)
 
 
-def by_assignment(module: nn.Module, name: str, by: float) -> None:
-    setattr(module, name, module.get_buffer(name) + by)
+# What is written, the buffer before, and after a step.
+WRITTEN: dict[str, tuple[Callable[[Any, torch.Tensor], object], torch.Tensor, torch.Tensor]] = {
+    "a mean": (lambda m, x: m.kept.add_(x.sum()), tensor(1, -2), tensor(1, -2) + (4 * 10 + 4 * 26 + 2 * 19) / 10),
+    "a mean, assigned": (lambda m, x: setattr(m, "kept", m.kept + x.mean()), tensor(1), tensor(6.5)),
+    "in another place": (lambda m, x: m.other.kept.add_(1), tensor(1), tensor(2)),
+    "assigned in another place": (lambda m, x: setattr(m.other, "kept", m.other.kept + 1), tensor(1), tensor(2)),
+    "a count": (lambda m, x: m.kept.add_(1), torch.tensor(7), torch.tensor(8)),
+    "beside what is not finite": (
+        lambda m, x: m.kept[3:].add_(6),
+        tensor(*NOT_FINITE, 1),
+        tensor(*NOT_FINITE, 7),
+    ),
+    "beside large integers": (
+        lambda m, x: m.kept[4:].add_(1),
+        torch.tensor([*LARGE, 0]),
+        torch.tensor([*LARGE, 1]),
+    ),
+    "beside what keeps its bits": (
+        lambda m, x: m.kept[0].add_(x.mean()),
+        torch.linspace(-3, 3, 50).double().exp(),
+        torch.linspace(-3, 3, 50).double().exp() + tensor(5.5, *[0] * 49),
+    ),
+    **{f"what was {start}": (lambda m, x: m.kept[0].fill_(1), tensor(start, 0), tensor(1, 0)) for start in NOT_FINITE},
+}
 
 
-WAYS = pytest.mark.parametrize("change", [in_place, by_assignment])
-SHARED = pytest.mark.parametrize("shared", [False, True])
-Change = Callable[[nn.Module, str, float], None]
+@pytest.mark.parametrize("parallelize", [1, 2])
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_step_takes_over_what_the_chunks_have_written(name: str, parallelize: int) -> None:
+    write, before, after = WRITTEN[name]
+    module = Writing(write, kept=before.clone())
+    with BatchOptimizer(module, nn.MSELoss(), chunk_size=4, parallelize=parallelize, optimizer="sgd") as opt:
+        opt.step(X, X)
+        kept = module.get_buffer("kept")
+        assert module.other.get_buffer("kept") is kept
+        torch.testing.assert_close(kept, after, rtol=1e-15, atol=0, equal_nan=True)
+        if "beside" in name:
+            assert torch.equal(
+                kept[1:] if name.endswith("bits") else kept[3:], after[1:] if name.endswith("bits") else after[3:]
+            )
 
 
-def changes_of(buffers: ModuleState, share: float = 1.0, first: bool = True) -> torch.Tensor:
-    out = torch.full((buffers.size,), torch.nan, dtype=torch.float64)
-    buffers.changes(out, share, first)
-    return out
-
-
-def values_and_flags(buffers: ModuleState, share: float = 1.0, first: bool = True) -> tuple[list[float], list[float]]:
-    values, flags = changes_of(buffers, share, first).view(2, -1).tolist()
-    return values, flags
-
-
-def end_step(buffers: ModuleState) -> None:
-    """One chunk has changed them, and the step takes that over."""
-    changes = changes_of(buffers)
-    buffers.restore()
-    buffers.take_over(changes)
-
-
-@given(st.lists(st.tuples(st.integers(1, 9), st.floats(-100, 100)), min_size=1, max_size=6), st.booleans())
-@settings(deadline=None)
-def test_a_step_takes_over_the_weighted_mean_of_the_chunks_values(
-    chunks: list[tuple[int, float]], shared: bool
-) -> None:
-    size = sum(samples for samples, _ in chunks)
-    module = Holder(mean=torch.tensor([1.0, -2.0], dtype=torch.float64), count=torch.tensor(7))
-    buffers = ModuleState(module, shared)
-    summed = torch.zeros(buffers.size, dtype=torch.float64)
-    for i, (samples, by) in enumerate(chunks):
-        in_place(module, "mean", by)
-        in_place(module, "count", i + 1)
-        summed += changes_of(buffers, samples / size, first=i == 0)
-        buffers.restore()
-    buffers.take_over(summed)
-    average = sum(samples * by for samples, by in chunks) / size
-    assert module.get_buffer("mean").tolist() == pytest.approx([1.0 + average, -2.0 + average])
-    assert module.get_buffer("count").item() == 8
-
-
-@SHARED
-@WAYS
-@pytest.mark.parametrize("place", [0, 1])
-def test_a_tied_buffer_that_changes_in_one_place_is_seen_and_restored_in_all(
-    place: int, change: Change, shared: bool
-) -> None:
-    tied = torch.ones(2)
-    module = nn.Sequential(Holder(a=tied), Holder(a=tied, none=None))
-    buffers = ModuleState(module, shared)
-    own = module[0].get_buffer("a")
-    assert (own is tied) != shared
-    change(module[place], "a", 1.0)
-    assert values_and_flags(buffers) == ([2.0, 2.0], [1.0, 1.0])
-    changes = changes_of(buffers)
-    buffers.restore()
-    assert module[0].get_buffer("a") is own and module[1].get_buffer("a") is own
-    assert own.tolist() == [1.0, 1.0]
-    buffers.take_over(changes)
-    assert own.tolist() == [2.0, 2.0]
-
-
-def summed_over(buffers: ModuleState, chunks: int, change: Callable[[int], object]) -> torch.Tensor:
-    """The changes of equal chunks, of which each does `change(chunk)`."""
-    summed = torch.zeros(buffers.size, dtype=torch.float64)
-    for chunk in range(chunks):
-        change(chunk)
-        summed += changes_of(buffers, 1 / chunks, first=chunk == 0)
-        buffers.restore()
-    return summed
-
-
-@pytest.mark.parametrize("chunks", [1, 3])
-def test_what_a_mean_would_spoil_stays_while_a_neighbour_changes(chunks: int) -> None:
-    """Numbers that are not finite, and integers that doubles cannot tell apart."""
-    large = [2**53 + 1, -(2**53) - 1, 2**63 - 1, -(2**63)]
-    module = Holder(mean=torch.tensor([torch.inf, -torch.inf, torch.nan, 1.0]), counts=torch.tensor([*large, 0]))
-    mean, counts = module.get_buffer("mean"), module.get_buffer("counts")
-    buffers = ModuleState(module)
-    buffers.take_over(summed_over(buffers, chunks, lambda i: (mean[3:].add_(6.0), counts[4:].add_(i + 1))))
-    torch.testing.assert_close(mean, torch.tensor([torch.inf, -torch.inf, torch.nan, 7.0]), equal_nan=True)
-    assert counts.tolist() == [*large, 1]
-
-
-@pytest.mark.parametrize("start", [torch.inf, -torch.inf, torch.nan])
-def test_what_was_no_finite_number_becomes_the_one_that_a_chunk_made_of_it(start: float) -> None:
-    module = Holder(least=torch.tensor([start, 0.0]))
-    buffers = ModuleState(module)
-    module.get_buffer("least")[0] = 1.0
-    end_step(buffers)
-    assert module.get_buffer("least").tolist() == [1.0, 0.0]
-
-
-def test_elements_that_no_chunk_changed_keep_their_bits() -> None:
-    start = torch.linspace(-3, 3, 50, dtype=torch.float64).exp()
-    module = Holder(mean=start.clone())
-    buffers = ModuleState(module)
-    buffers.take_over(summed_over(buffers, 7, lambda chunk: module.get_buffer("mean")[0].add_(chunk)))
-    assert module.get_buffer("mean")[0].item() == pytest.approx(start[0].item() + 3)
-    assert torch.equal(module.get_buffer("mean")[1:], start[1:])
-
-
-@SHARED
+@pytest.mark.parametrize("parallelize", [1, 2])
 @pytest.mark.parametrize("new, words", [(torch.zeros(3), r"was \(2,\) .* replaced by \(3,\)"), (None, "became None")])
-def test_a_buffer_that_changed_its_shape_or_became_none_is_named(
-    new: torch.Tensor | None, words: str, shared: bool
+def test_a_buffer_that_changes_its_shape_or_becomes_none_is_named(
+    new: torch.Tensor | None, words: str, parallelize: int
 ) -> None:
-    module = Holder(mean=torch.zeros(2))
-    buffers = ModuleState(module, shared)
-    module.register_buffer("mean", new)
-    with pytest.raises(ValueError, match=f"buffer 'mean' of Holder {words}"):
-        changes_of(buffers)
-    buffers.restore()
-    assert module.get_buffer("mean").tolist() == [0.0, 0.0]
+    module = Writing(lambda m, x: m.register_buffer("kept", new), kept=torch.zeros(2))
+    with BatchOptimizer(module, nn.MSELoss(), optimizer="sgd", parallelize=parallelize) as opt:
+        with pytest.raises(WorkerError, match=f"buffer 'kept' of Writing {words}"):
+            opt.step(X, X)
+        assert module.get_buffer("kept").tolist() == [0.0, 0.0]
