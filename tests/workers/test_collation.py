@@ -1,4 +1,4 @@
-"""What collate functions make is kept from the second evaluation on, and is never another thing than they would make."""
+"""What collate functions make is kept from the second evaluation on, and is what they would make each time."""
 
 from __future__ import annotations
 
@@ -103,8 +103,8 @@ def test_what_draws_or_what_nobody_can_watch_is_collated_each_time(make: Callabl
 
 @pytest.mark.parametrize("parallelize", [1, 2])
 def test_an_item_of_whose_targets_one_is_ignored_is_named(parallelize: int) -> None:
-    data = Listed(*((torch.ones(2, 5), torch.tensor([0, 3 * (i == 2)])) for i in range(4)))
-    criterion = nn.CrossEntropyLoss(ignore_index=3)
+    data = Listed(*((torch.ones(5), torch.tensor([0, 3 * (i == 2)])) for i in range(4)))
+    module, criterion = nn.Sequential(nn.Linear(5, 8), nn.Unflatten(1, (4, 2))), nn.CrossEntropyLoss(ignore_index=3)
     with pytest.raises(WorkerError, match=r"sample 2.*ignore_index, 3"):
-        with loaded(nn.Linear(5, 4), criterion, data, parallelize=parallelize, chunk_size=2) as opt:
+        with loaded(module, criterion, data, parallelize=parallelize, chunk_size=2) as opt:
             opt.evaluate()

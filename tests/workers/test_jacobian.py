@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
+import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from batchopt_workers.map.squares import MeanSquare
-from batchopt_workers.tasks.jacobian import Jacobian
+from batchopt import NonFiniteError, WorkerError
 from tests.backends.least_squares_contract import jacobian as rows
-from tests.backends.least_squares_contract import trained
-from tests.workloads import Mlp
+from tests.building import loaded
+from tests.workloads import Mlp, difference
 
 torch.manual_seed(0)
 X = torch.randn(23, 6, dtype=torch.float64)
 Y = torch.randn(23, 4, dtype=torch.float64)
-
-
-def difference(module: Any, inputs: Any, targets: Any) -> torch.Tensor:
-    found: torch.Tensor = module(inputs) - targets
-    return found
 
 
 def slopes(module: Any, inputs: torch.Tensor, targets: Any) -> torch.Tensor:
@@ -80,52 +76,34 @@ class Tied(nn.Module):
         return found
 
 
-def by_rows(residual: Any, module: nn.Module | None = None) -> tuple[Any, Jacobian]:
-    """A module, and what has the rows of its residual."""
-    module = Mlp().double() if module is None else module
-    return module, Jacobian(module, trained(module), MeanSquare(residual))
-
-
-def same(found: torch.Tensor, module: nn.Module, residuals: torch.Tensor) -> None:
-    """The rows are those of one backward each."""
-    torch.testing.assert_close(found, rows(module, residuals), rtol=1e-12, atol=1e-13)
-
-
-CASES: dict[str, tuple[type[nn.Module], Any, str]] = {
-    "by torch.func": (Mlp, difference, "_mapped"),
-    "tied and not trained": (Tied, difference, "_mapped"),
-    "with parameters for each sample": (Mlp, slopes, "_apart"),
-    "parts of the module": (WithFactors, by_layer, "_apart"),
-    "with branches": (Mlp, branching, "_apart"),
-    "row by row": (Scoring, by_method, ""),
+CASES: dict[str, tuple[type[nn.Module], Any]] = {
+    "by torch.func": (Mlp, difference),
+    "tied and not trained": (Tied, difference),
+    "with parameters for each sample": (Mlp, slopes),
+    "parts of the module": (WithFactors, by_layer),
+    "with branches": (Mlp, branching),
+    "row by row": (Scoring, by_method),
 }
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("case", CASES)
 def test_rows_and_products(case: str, dtype: torch.dtype) -> None:
-    make, residual, way = CASES[case]
+    """A warning tells of rows that take a backward each: of no case but the last."""
+    make, residual = CASES[case]
     torch.manual_seed(1)
-    module, jacobian = by_rows(residual, make().to(dtype))
-    inputs, targets = X.to(dtype), Y.to(dtype)
-    blocks = [*jacobian.blocks(inputs, targets, 23)]
-    assert [method.__name__ for method in jacobian._ways][:1] == ([way] if way else [])
-    assert (jacobian.one_by_one > 0) == (not way)
+    module, inputs, targets = make().to(dtype), X.to(dtype), Y.to(dtype)
     expected = residual(module, inputs, targets)
-    j = rows(module, expected)
-    rtol, atol = (1e-12, 1e-13) if dtype == torch.float64 else (1e-4, 1e-5)
-    torch.testing.assert_close(
-        torch.cat([b.residuals for b in blocks]), expected.detach().flatten(), rtol=rtol, atol=atol
-    )
-    torch.testing.assert_close(torch.cat([b.rows for b in blocks]), j, rtol=rtol, atol=atol)
-    v = torch.linspace(-1.0, 2.0, j.shape[1]).to(dtype)
-    u = torch.linspace(-1.0, 1.0, j.shape[0]).to(dtype).view_as(expected)
-    values = jacobian.residuals(inputs, targets, 23)
-    torch.testing.assert_close(jacobian.times(values, v).flatten(), j @ v, rtol=rtol, atol=atol)
-    product = jacobian.transposed_times(values, u, keep=True)
-    torch.testing.assert_close(product, (j.T @ u.flatten()).double(), rtol=rtol, atol=atol)
-    assert all(parameter.grad is None for parameter in module.parameters())
+    j = rows(module, expected).double()
+    residuals, v = expected.detach().flatten().double(), torch.linspace(-1.0, 2.0, j.shape[1]).double()
+    with loaded(module, None, inputs, targets, residual=residual, reduction="sum") as opt, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.warns(UserWarning, match="took a backward each") if case == "row by row" else nullcontext():
+            normal = opt.normal()
+        found = [normal.matrix, normal.vector, opt.residuals(), opt.jvp(v.to(dtype)), opt.vjp(expected.detach())]
+    for mine, theirs in zip(found, (j.T @ j, j.T @ residuals, residuals, j @ v, j.T @ residuals), strict=True):
+        tolerance = 1e-12 if dtype == torch.float64 else 1e-4
+        torch.testing.assert_close(mine.flatten().double(), theirs.flatten(), rtol=tolerance, atol=tolerance)
 
 
 def complex_numbers(module: Any, inputs: Any, targets: Any) -> torch.Tensor:
@@ -140,36 +118,33 @@ DEPENDS = "depend on the other samples of its chunk, or on random numbers"
 
 
 @pytest.mark.parametrize(
-    "residual, error, words",
+    "residual, words",
     [
-        (lambda module, x, y: module(x).sum(), ValueError, r"`residual` returned shape \(\) for 23 samples"),
-        (lambda module, x, y: [module(x)], TypeError, "`residual` must return a tensor"),
-        (complex_numbers, TypeError, "got torch.complex128: return torch.view_as_real of it"),
-        (lambda module, x, y: module(x) - module(x).mean(), ValueError, DEPENDS),
-        (lambda module, x, y: nn.functional.dropout(module(x)), ValueError, DEPENDS),
-        (raises, ArithmeticError, "mine"),
+        (lambda module, x, y: module(x).sum(), r"`residual` returned shape \(\) for 23 samples"),
+        (lambda module, x, y: [module(x)], "`residual` must return a tensor"),
+        (complex_numbers, "got torch.complex128: return torch.view_as_real of it"),
+        (lambda module, x, y: module(x) - module(x).mean(), DEPENDS),
+        (lambda module, x, y: nn.functional.dropout(module(x)), DEPENDS),
+        (raises, "mine"),
     ],
 )
-def test_what_is_no_residual(residual: Any, error: type[Exception], words: str) -> None:
-    _, jacobian = by_rows(residual)
-    with pytest.raises(error, match=words):
-        [*jacobian.blocks(X, Y, 23)]
+def test_what_is_no_residual(residual: Any, words: str) -> None:
+    with loaded(Mlp().double(), None, X, Y, residual=residual) as opt, pytest.raises(WorkerError, match=words):
+        opt.normal()
 
 
+@pytest.mark.filterwarnings("error:.*took a backward each")
 def test_bad_samples_do_not_decide_the_way() -> None:
-    module, jacobian = by_rows(difference)
-    (block,) = jacobian.blocks(X[:5] * torch.nan, Y[:5], 5)
-    assert block.rows.isnan().any()
-
     def picky(module: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        if inputs.shape[-1] != 6:
+        if inputs.isnan().any():
             raise ArithmeticError("mine")
         return difference(module, inputs, targets)
 
-    _, other = by_rows(picky, module)
-    with pytest.raises(ArithmeticError, match="mine"):
-        [*other.blocks(X[:, :5], Y, 23)]
-    for each in (jacobian, other):
-        found = torch.cat([block.rows for block in each.blocks(X, Y, 23)])
-        assert each.one_by_one == 0
-        same(found, module, difference(module, X, Y))
+    module = Mlp().double()
+    for residual, error in ((difference, NonFiniteError), (picky, WorkerError)):
+        with loaded(module, None, X * torch.nan, Y, residual=residual) as opt:
+            with pytest.raises(error):
+                opt.normal()
+            opt.load(X, Y)
+            j = rows(module, difference(module, X, Y))
+            torch.testing.assert_close(opt.normal().matrix, j.T @ j / Y.numel(), rtol=1e-12, atol=1e-13)
