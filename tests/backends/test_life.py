@@ -135,6 +135,14 @@ def test_results_of_functions_have_tensors_of_any_kind_or_it_is_said_why_not() -
         assert opt.run_on_workers(lambda worker: worker.rank) == [0, 1]
 
 
+@pytest.mark.parametrize("size", [0, 1, 1000, 2**15, 2**23])
+def test_arguments_and_results_of_any_size_arrive_whole(size: int) -> None:
+    body = os.urandom(size)
+    with BatchOptimizer(Mlp(), nn.MSELoss(), parallelize=2) as opt:
+        for _ in range(2):
+            assert opt.run_on_workers(lambda worker, given: given, body) == [body, body]
+
+
 def test_a_failing_precode_is_the_error_and_leaves_nothing() -> None:
     def precode(worker: Worker) -> None:
         raise OSError(f"no such device on worker {worker.rank}")

@@ -1,9 +1,9 @@
-"""A worker's standard error: passed on to ours as it is, and its tail kept."""
+"""A worker's standard error: passed on to ours as it is, and its tail kept; warnings are ours."""
 
 from __future__ import annotations
 
-import io
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 
@@ -11,131 +11,83 @@ import pytest
 import torch
 from torch import nn
 
-from batchopt import BatchOptimizer
-from batchopt.backends.process.stderr import TAIL, Stderr
+from batchopt import BatchOptimizer, Worker, WorkerLostError
+from tests.workloads import size
 
 MUCH = 2**20  # once so much more was passed on, its memory is given back
 PAGE = 2**12
 
 
-class Worker:
-    """Whoever writes to it, and this process's standard error."""
-
-    def __init__(self, ours: pytest.CaptureFixture[str]) -> None:
-        self.stderr, self._ours = Stderr(), ours
-
-    def write(self, *pieces: bytes) -> None:
-        """Each of them, and pass it on."""
-        for data in pieces:
-            assert os.write(self.stderr.writer, data) == len(data)
-            self.stderr.pass_on()
-
-    def size(self) -> int:
-        """How many bytes of memory the file takes."""
-        return os.fstat(self.stderr.fd).st_blocks * 512
-
-    def passed_on(self) -> str:
-        """What has come to our standard error since the last call, to the present."""
-        self.stderr.pass_on()
-        return self._ours.readouterr().err
-
-
 @pytest.fixture
-def worker(capsys: pytest.CaptureFixture[str]) -> Iterator[Worker]:
-    worker = Worker(capsys)
-    yield worker
-    worker.stderr.close_writer()
+def opt() -> Iterator[BatchOptimizer]:
+    with BatchOptimizer(nn.Linear(3, 1), nn.MSELoss(), parallelize=2) as opt:
+        yield opt
 
 
-def equal(text: str, expected: str) -> bool:
-    """Of texts that are too long to be shown."""
-    return text == expected
-
-
-def test_what_was_written_is_passed_on_once(worker: Worker, capsys: pytest.CaptureFixture[str]) -> None:
-    assert worker.passed_on() == "" and worker.stderr.tail == ""
-    os.write(worker.stderr.writer, b"one\n")
-    os.write(worker.stderr.writer, b"two\n")
-    other = Worker(capsys)  # which has a file of its own
-    assert other.passed_on() == "" and other.stderr.tail == ""
-    other.stderr.close_writer()
-    assert worker.passed_on() == "one\ntwo\n"
-    assert worker.passed_on() == ""
-    worker.write(b"half a line")
-    assert worker.passed_on() == "half a line"
-
-
-def test_the_tail_is_what_was_passed_on_last_and_no_longer_than_is_useful(worker: Worker) -> None:
-    os.write(worker.stderr.writer, b"first\nsecond\n\n")
-    assert worker.stderr.tail == ""
-    worker.stderr.pass_on()
-    assert worker.stderr.tail == "first\nsecond"
-    worker.write(b"third\n")
-    assert worker.stderr.tail == "first\nsecond\n\nthird"
-    for data, tail in (
-        (b"a" * TAIL, "a" * TAIL),
-        (b"b" * 10, "a" * (TAIL - 10) + "b" * 10),
-        (b"c" * TAIL, "c" * TAIL),
-    ):
-        worker.write(data)
-        assert worker.stderr.tail == tail
-
-
-def test_much_is_passed_on_whole_and_the_file_does_not_grow_on(worker: Worker) -> None:
-    for _ in range(3):
-        worker.write(b"x" * MUCH + b"y")
-        assert equal(worker.passed_on(), "x" * MUCH + "y")
-        assert worker.size() <= PAGE
-        assert worker.stderr.tail == "x" * (TAIL - 1) + "y"
-        worker.write(b"more\n")
-        assert worker.passed_on() == "more\n"
-    assert worker.passed_on() == ""
-    assert worker.stderr.tail.endswith("xymore")
+def write(opt: BatchOptimizer, *pieces: bytes) -> None:
+    """The first worker does, each of them by itself; it is passed on when something has been asked of a batch."""
+    for piece in pieces:
+        opt.run_on_workers(lambda worker, data: os.write(2, data) if worker.rank == 0 else 0, piece)
+        opt.predict(torch.ones(4, 3))
 
 
 @pytest.mark.parametrize(
     "pieces, text",
     [
+        ([b"one\n", b"two\n", b"half a line"], "one\ntwo\nhalf a line"),
         ([b"ab\xff\xfecd \xc3\xa9\n"], "ab\ufffd\ufffdcd \u00e9\n"),  # what is no text is marked
         ([b"\xe2\x82", b"\xac\n"], "\u20ac\n"),  # a character that comes in two pieces is one
     ],
 )
-def test_bytes_are_text(worker: Worker, pieces: list[bytes], text: str) -> None:
-    worker.write(*pieces)
-    assert worker.passed_on() == text
-    assert worker.stderr.tail == text.rstrip()
+def test_what_was_written_is_passed_on_once(
+    opt: BatchOptimizer, capfd: pytest.CaptureFixture[str], pieces: list[bytes], text: str
+) -> None:
+    write(opt, *pieces)
+    assert capfd.readouterr().err == text
+    write(opt, b"more\n")
+    assert capfd.readouterr().err == "more\n"
 
 
-class Broken(io.StringIO):
-    """The reader of the pipe is gone, or the disk is full."""
+def test_much_is_passed_on_whole_and_the_file_does_not_grow_on(
+    opt: BatchOptimizer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(3):
+        write(opt, b"x" * MUCH + b"y")
+        found = capfd.readouterr().err
+        assert len(found) == MUCH + 1 and set(found[:-1]) == {"x"} and found[-1] == "y"
+        assert os.stat(f"/proc/{opt.workers[0].pid}/fd/2").st_blocks * 512 <= PAGE
 
-    def write(self, text: str) -> int:
-        raise BrokenPipeError(32, "Broken pipe")
 
+@pytest.mark.parametrize(
+    "written, tail", [(["first\n", "second\n\n"], "first\nsecond"), (["a" * 10**4, "b" * 10], "a" * 1000 + "b" * 10)]
+)
+def test_an_error_has_what_was_written_last(opt: BatchOptimizer, written: list[str], tail: str) -> None:
+    def die(worker: Worker, last: str) -> None:
+        if worker.rank == 0:
+            print(last, file=sys.stderr, end="", flush=True)
+            os._exit(0)
 
-# ---- warnings
+    write(opt, *(text.encode() for text in written[:-1]))
+    with pytest.raises(WorkerLostError) as lost:
+        opt.run_on_workers(die, written[-1])
+    assert str(lost.value).endswith(tail) and len(str(lost.value)) < 6000
 
 
 class Unripe(UserWarning):
     """One of the user's."""
 
 
-class Warns(nn.Module):
+class Warns(nn.Linear):
     """Warns in each forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(3, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for category in (RuntimeWarning, Unripe):
             warnings.warn(f"a {category.__name__}\nof two lines", category, stacklevel=1)
-        found: torch.Tensor = self.inner(x)
-        return found
+        return super().forward(x)
 
 
 def test_a_warning_of_workers_is_one_of_this_process_and_comes_once(capfd: pytest.CaptureFixture[str]) -> None:
-    with warnings.catch_warnings(record=True) as found, BatchOptimizer(Warns(), parallelize=2, loss_fn=mean) as opt:
+    with warnings.catch_warnings(record=True) as found, BatchOptimizer(Warns(3, 1), parallelize=2, loss_fn=size) as opt:
         warnings.simplefilter("always")
         opt.step(torch.ones(12, 3))
         opt.step(torch.ones(12, 3))
@@ -148,7 +100,7 @@ def test_a_warning_of_workers_is_one_of_this_process_and_comes_once(capfd: pytes
 
 
 def test_a_warning_that_is_an_error_here_is_raised_and_the_workers_can_be_used_on() -> None:
-    with warnings.catch_warnings(), BatchOptimizer(Warns(), parallelize=2, loss_fn=mean) as opt:
+    with warnings.catch_warnings(), BatchOptimizer(Warns(3, 1), parallelize=2, loss_fn=size) as opt:
         warnings.simplefilter("error", RuntimeWarning)
         warnings.simplefilter("ignore", Unripe)
         with pytest.raises(RuntimeWarning, match="of two lines"):
@@ -156,16 +108,12 @@ def test_a_warning_that_is_an_error_here_is_raised_and_the_workers_can_be_used_o
         assert opt.step(torch.ones(12, 3)) < 10
 
 
-def mean(module: nn.Module, inputs: torch.Tensor, _: None) -> torch.Tensor:
-    found: torch.Tensor = module(inputs).square().mean()
-    return found
-
-
-def test_a_warning_that_is_half_written_waits_for_its_rest(worker: Worker) -> None:
+def test_a_warning_that_is_half_written_waits_for_its_rest(
+    opt: BatchOptimizer, capfd: pytest.CaptureFixture[str]
+) -> None:
     line = b'\x1ebatchopt ["builtins", "UserWarning", "ripe", "file.py", 3]\x1e\n'
-    worker.write(b"before\n" + line[:30])
-    assert worker.passed_on() == "before\n"
+    write(opt, b"before\n" + line[:30])
+    assert capfd.readouterr().err == "before\n"
     with pytest.warns(UserWarning, match="ripe"):
-        worker.write(line[30:] + b"after\n")
-    assert worker.passed_on() == "after\n"
-    assert worker.stderr.tail == "before\nafter"
+        write(opt, line[30:] + b"after\n")
+    assert capfd.readouterr().err == "after\n"

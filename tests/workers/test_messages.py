@@ -1,19 +1,23 @@
 from __future__ import annotations
 
+import os
+import struct
 import threading
 from contextlib import suppress
+from multiprocessing import Pipe
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchopt.backends.process.channel import Channel, ProtocolError
 from batchopt_workers.data.layout import Layout, Slot
 from batchopt_workers.data.memory import SharedBlock
 from batchopt_workers.map.sums import PartialSum, Report, Rows, rows_nbytes
 from batchopt_workers.map.tree import Node
 from batchopt_workers.process.failures import Failure
-from batchopt_workers.process.messages import Kind, Order, Start
+from batchopt_workers.process.messages import HEAD, Kind, Message, Order, Start
 from batchopt_workers.process.page import DONE, PAGE, Board
 
 U64 = st.integers(0, 2**64 - 1)
@@ -51,6 +55,36 @@ CHANGES = st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 255)), min_siz
 def test_any_bytes_and_damaged_ones_are_a_failure_or_a_value_error(frame: bytes) -> None:
     with suppress(ValueError):
         assert isinstance(Failure.decode(frame), Failure)
+
+
+# ---- what comes through the pipe: nothing is unpickled, nothing hangs, nothing is given memory for what is announced
+
+BAD_FRAMES = [
+    struct.pack("!i", -1) + bytes(20),
+    struct.pack("!i", 3) + bytes(20),
+    struct.pack("!i", 9) + HEAD.pack(0, 99),
+    struct.pack("!i", 9) + HEAD.pack(1, Message.RESULT),
+    struct.pack("!i", 9) + HEAD.pack(2**60, Message.REFUSED),
+]
+
+
+@given(st.sampled_from(BAD_FRAMES) | st.binary(max_size=64), st.integers(0, 64))
+@settings(deadline=None, max_examples=200)
+def test_any_bytes_are_messages_or_an_error(data: bytes, cut: int) -> None:
+    ours, theirs = Pipe(duplex=True)
+    channel, found, refused = Channel(ours), [], False
+    with theirs:
+        try:
+            for part in (data[:cut], data[cut:]):
+                if part:
+                    os.write(theirs.fileno(), part)
+                    channel.receive()
+                    found += channel.replies()
+        except ProtocolError:
+            refused = True
+    channel.close()
+    assert sum(4 + HEAD.size + len(reply.body) for reply in found) <= len(data)
+    assert refused or data not in BAD_FRAMES
 
 
 # ---- the page of a worker: what each side writes, the other one reads, whenever it looks
