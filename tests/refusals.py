@@ -280,6 +280,12 @@ build(devices=[], parallelize=1) -> ValueError: is empty
 build(devices=["cpu", "gpu"], parallelize=1) -> ValueError: no device
 build(devices=["cpu", "meta"], parallelize=1) -> ValueError: got 'meta'
 build(devices=["cuda:99", "cpu"], parallelize=1) -> ValueError: CUDA devices
+build(backend="ray", ray_options=[1]) -> TypeError: `ray_options` must be a dict of options of a Ray actor, got list
+build(backend="ray", ray_options={"max_restarts": 3}) -> ValueError: may not have ['max_restarts']: workers are placed a
+build(backend="ray", ray_options={"num_cpus": -1}) -> ValueError: 'num_cpus' is what one worker takes, a number >= 0; go
+build(backend="ray", ray_options={"num_gpus": "all"}) -> ValueError: 'num_gpus' is what one worker takes...got 'all'
+build(backend="ray", devices=["cpu", "cpu"]) -> ValueError: on Ray use ray_options={'num_gpus': 1}
+build(ray_options={}) -> ValueError: `ray_options` are for backend='ray', got backend='process'
 build(terms={}) -> ValueError: `terms` is empty: give one Term at least
 build(terms=[Term(misfit)]) -> TypeError: `terms` must be a dict of names and batchopt.Term, got list
 build(terms={3: Term(misfit)}) -> TypeError: the names in `terms` must be strings, got int 3

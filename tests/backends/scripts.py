@@ -70,10 +70,9 @@ def running(script: str, *words: str, **options: Any) -> Iterator[tuple[subproce
             program.kill()
 
 
-def pids(output: str, name: str = "PIDS") -> list[int]:
-    """The process ids that the script printed after `name`: of its workers."""
-    line = next(line for line in output.splitlines() if line.startswith(name))
-    return [int(pid) for pid in line.split()[1:]]
+def pids(output: str) -> list[int]:
+    """The process ids that the script printed after `PIDS`."""
+    return [int(pid) for line in output.splitlines() if line.startswith("PIDS") for pid in line.split()[1:]]
 
 
 def assert_gone(pids: Iterable[int], seconds: float = 2.0) -> None:

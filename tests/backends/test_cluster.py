@@ -6,7 +6,6 @@ from __future__ import annotations
 import sys
 import time
 import warnings
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -41,30 +40,6 @@ def test_what_a_worker_takes() -> None:
     assert fitting({"CPU": 16.0, "GPU": 2.0, "license": 3.0}, needs.each) == 3
     assert fitting({"CPU": 16.0}, needs.each) == 0
     assert fitting({"CPU": 0.3}, {"CPU": 0.1}) == 3
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ([1], TypeError, r"`ray_options` must be a dict of options of a Ray actor, got list"),
-        ({"max_restarts": 3}, ValueError, r"`ray_options` may not have \['max_restarts'\]: workers are placed and"),
-        ({"num_cpus": -1}, ValueError, r"`ray_options` 'num_cpus' is what one worker takes, a number >= 0; got -1"),
-        ({"num_gpus": "all"}, ValueError, r"`ray_options` 'num_gpus' is what one worker takes, .* got 'all'"),
-    ],
-)
-def test_options_that_cannot_be(options: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        BatchOptimizer(nn.Linear(1, 1), nn.MSELoss(), backend="ray", parallelize=2, ray_options=options)
-
-
-def test_options_of_ray_without_ray() -> None:
-    with pytest.raises(ValueError, match=r"`ray_options` are for backend='ray', got backend='process'"):
-        BatchOptimizer(nn.Linear(1, 1), nn.MSELoss(), parallelize=2, ray_options={})
-
-
-def test_devices_are_not_for_ray() -> None:
-    with pytest.raises(ValueError, match=r"on Ray use ray_options=\{'num_gpus': 1\}"):
-        BatchOptimizer(nn.Linear(1, 1), nn.MSELoss(), backend="ray", devices=["cpu", "cpu"])
 
 
 def test_without_ray_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import multiprocessing.spawn
 import os
 import random
@@ -22,8 +21,10 @@ import torch
 from torch import nn
 
 from batchopt import BatchOptimizer, Worker, WorkerStartError
-from tests.backends.scripts import assert_gone, pids, printed, running
+from tests.backends.scripts import SCRIPT, assert_gone
 from tests.conftest import is_fork_server
+
+needs_adoption = pytest.mark.skipif(sys.platform != "linux", reason="no process has the orphans of others here")
 
 
 def small() -> BatchOptimizer:
@@ -37,14 +38,26 @@ def latest() -> psutil.Process:
     return found
 
 
-def test_it_is_kept_for_the_next_workers_when_it_has_ended_what_workers_left() -> None:
-    def leave(worker: Worker) -> int:
-        return subprocess.Popen(["sleep", "100"], start_new_session=True).pid
+def start(worker: Worker) -> list[int]:
+    """A process of the worker's group, a fork that holds all files of the worker, and one in a session of its own that
+    nobody waits for."""
+    child = subprocess.Popen(["sleep", "60"]).pid
+    fork = os.fork()
+    if fork == 0:
+        time.sleep(60)
+        os._exit(0)
+    apart = "import os, time; print(os.getpid(), flush=True); os.setsid(); time.sleep(60)"
+    script = f"import os\nif os.fork() == 0:\n    {apart}"
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        return [child, fork, int(process.stdout.readline())]
 
+
+@needs_adoption
+def test_it_is_kept_for_the_next_workers_when_it_has_ended_what_workers_left() -> None:
     with small() as opt:
-        first, orphans = latest(), [psutil.Process(pid) for pid in opt.run_on_workers(leave)]
-    _, left = psutil.wait_procs(orphans, timeout=10)
-    assert not left
+        first, orphans = latest(), [pid for pids in opt.run_on_workers(start) for pid in pids]
+    assert_gone(orphans, 10.0)
     ended, _ = psutil.wait_procs([first], timeout=1)  # ten times as long as between two looks at what was left
     assert not ended
     with small() as opt:
@@ -111,25 +124,6 @@ def test_what_it_says_when_it_cannot_start_is_told(monkeypatch: pytest.MonkeyPat
         multiprocessing.spawn.set_executable(before)
 
 
-@pytest.mark.slow
-def test_it_ends_with_its_parent() -> None:
-    script = """
-    import os, signal, torch, batchopt
-    from batchopt.backends.process import forkserver
-    with batchopt.BatchOptimizer(torch.nn.Linear(2, 1), torch.nn.MSELoss(), parallelize=2):
-        pass
-    if os.fork() == 0:  # holds the parent's end of everything
-        import time; time.sleep(60)
-    print("PIDS", forkserver._latest._process.pid, flush=True)
-    os.kill(os.getpid(), signal.SIGKILL)
-    """
-    with running(textwrap.dedent(script), "PIDS", start_new_session=True) as (parent, said):
-        try:
-            assert_gone(pids(said))
-        finally:
-            os.killpg(parent.pid, signal.SIGKILL)  # the fork
-
-
 def test_it_ends_when_nobody_has_needed_it_for_a_while() -> None:
     script = """
     import os, sys
@@ -144,63 +138,10 @@ def test_it_ends_when_nobody_has_needed_it_for_a_while() -> None:
         assert subprocess.run(command, pass_fds=[theirs.fileno()], timeout=60).returncode == 0
 
 
-SMALL = """
-import os, signal, sys, torch, batchopt
-from batchopt.backends.process import forkserver
-x, y = torch.ones(4, 2), torch.ones(4, 1)
-opt = batchopt.BatchOptimizer(torch.nn.Linear(2, 1), torch.nn.MSELoss(), parallelize=2)
-opt.step(x, y)
-server_pid = forkserver._latest._process.pid
-"""
-STOP = "os.kill(server_pid, signal.SIGSTOP)\n"
-
-
-@pytest.mark.slow
-def test_it_is_replaced_if_it_is_stopped() -> None:
-    """Under the limit of `python`, which a wait for it would exceed."""
-    then = """
-os.kill(opt.workers[0].pid, signal.SIGKILL)
-opt.step(x, y)
-opt.run_on_workers(lambda worker: None)  # waits for the new one
-print("PIDS", server_pid, forkserver._latest._process.pid)
-"""
-    stopped, new = pids(printed(SMALL + STOP + then))
-    assert stopped != new
-    assert_gone([stopped, new])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("last", ["opt.close()", ""], ids=["close", "end"])
-def test_nothing_waits_for_it_if_it_is_stopped(last: str) -> None:
-    assert_gone(pids(printed(SMALL + STOP + "print('PIDS', server_pid, opt.workers[0].pid, flush=True)\n" + last)))
-
-
-@pytest.mark.slow
-def test_it_ends_with_its_parent_even_if_it_is_stopped() -> None:
-    with running(SMALL + STOP + "print('PIDS', server_pid, flush=True)\ninput()", "PIDS") as (_, said):
-        pass
-    assert_gone(pids(said))
-
-
-@pytest.mark.slow
-def test_it_ends_with_its_parent_even_while_it_imports(tmp_path: Path) -> None:
-    slow = """
-import os, sys, time
-if "--multiprocessing-fork" in sys.orig_argv:
-    print("PIDS", os.getpid(), flush=True)
-    time.sleep(60)
-"""
-    (tmp_path / "sitecustomize.py").write_text(slow)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    with running(SMALL, "PIDS", env=environment) as (_, said):
-        pass
-    assert_gone(pids(said))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("closed", [">&-", "<&-", "2>&-", "<&- >&-", "<&- >&- 2>&-"])
 def test_standard_streams_may_be_closed(closed: str, tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(SMALL + "opt.close()\nopen(sys.argv[1], 'w').write('END')")
+    (tmp_path / "program.py").write_text(SCRIPT + "opt.close()\nopen(sys.argv[1], 'w').write('END')")
     command = f'exec "$0" program.py said {closed}'
     ended = subprocess.run(["sh", "-c", command, sys.executable], cwd=tmp_path, timeout=60, capture_output=True)
     assert ended.returncode == 0, ended.stderr
@@ -216,39 +157,15 @@ def replace(opt: BatchOptimizer) -> None:
     opt.run_on_workers(lambda worker: None)
 
 
-needs_adoption = pytest.mark.skipif(sys.platform != "linux", reason="no process has the orphans of others here")
-
-
-def start_apart(worker: Worker) -> int:
-    """Start a process that has a session of its own, and that nobody waits for."""
-    daemon = "import os; print(os.getpid(), flush=True); os.setsid(); import time; time.sleep(600)"
-    script = f"import os\nif os.fork() == 0:\n    {daemon}"
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        return int(process.stdout.readline())
-
-
-@pytest.mark.sampled
 @needs_adoption
-@pytest.mark.parametrize("killed", [False, True], ids=["closed", "killed"])
-def test_what_a_worker_started_in_a_session_of_its_own_ends_with_it(killed: bool) -> None:
+def test_what_a_worker_started_ends_with_it() -> None:
     with small() as opt:
-        started = opt.run_on_workers(start_apart)
-        if killed:
-            replace(opt)
-            assert_gone(started)
-    assert_gone(started)
-
-
-@pytest.mark.slow
-@needs_adoption
-@pytest.mark.parametrize(
-    "last, code", [("", 0), ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL)], ids=["ended", "killed"]
-)
-def test_what_a_worker_started_in_a_session_of_its_own_ends_with_the_program(last: str, code: int) -> None:
-    start = f"{inspect.getsource(start_apart).replace('Worker', 'object')}\nimport subprocess\n"
-    script = SMALL + start + "print('PIDS', *opt.run_on_workers(start_apart), flush=True)\n" + last
-    assert_gone(pids(printed(script, code)))
+        (first, second), server = opt.run_on_workers(start), latest()
+        os.kill(opt.workers[0].pid, signal.SIGKILL)
+        opt.load(torch.ones(6, 2), torch.ones(6, 1))
+        opt.evaluate()
+        assert_gone(first)
+        assert all(psutil.pid_exists(pid) for pid in [*second, server.pid])
 
 
 @needs_adoption

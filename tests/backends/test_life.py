@@ -20,7 +20,7 @@ from torch import nn
 
 import batchopt
 from batchopt import BatchOptimizer, Worker
-from tests.backends.scripts import SCRIPT, assert_gone, pids, printed, python, running
+from tests.backends.scripts import SCRIPT, assert_gone, pids, printed, python
 from tests.conftest import is_fork_server, listening
 from tests.workloads import Mlp, mlp
 
@@ -70,31 +70,6 @@ def test_a_notebook_works(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     outputs = [output for cell in nbformat.read(ran, 4).cells for output in cell.get("outputs", [])]
     assert_gone(pids("".join(output.get("text", "") for output in outputs)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ending, code", [("sys.exit(3)", 3), ("raise RuntimeError('on purpose')", 1), ("del opt", 0)])
-def test_workers_end_with_the_program(ending: str, code: int) -> None:
-    assert_gone(pids(printed(SCRIPT + ending, code)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("busy", [False, True])
-def test_workers_and_what_they_started_end_when_the_parent_is_killed(busy: bool) -> None:
-    then = """
-def start(worker):
-    import subprocess
-    return subprocess.Popen(["sleep", "60"]).pid
-def work(worker):
-    import time
-    print("BUSY", flush=True)
-    time.sleep(60)
-print("CHILDREN", *opt.run_on_workers(start), flush=True)
-"""
-    last, word = ("opt.run_on_workers(work)", "BUSY") if busy else ("input()", "CHILDREN")
-    with running(SCRIPT + then + last, word) as (program, said):
-        program.kill()
-    assert_gone([*pids(said), *pids(said, "CHILDREN")])
 
 
 def test_a_worker_that_dies_in_a_function_is_an_error_at_once_and_is_replaced() -> None:

@@ -10,13 +10,10 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import pytest
-import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from batchopt._mapreduce.answers import Answer, Partial
-from batchopt._mapreduce.reduce import reduce_answers
 from batchopt.backends.process.scheduler import (
     LATE,
     PATIENCE,
@@ -29,7 +26,6 @@ from batchopt.backends.process.scheduler import (
     Limit,
     WorkerScheduler,
 )
-from batchopt_workers.map.tree import Fold, Node
 
 
 def unknown(worker: int, chunk: int) -> float | None:
@@ -45,20 +41,12 @@ def pace(*seconds: float | None) -> ChunkEstimate:
 SECOND = pace(1.0, 1.0, 1.0)
 
 
-def planned(*runs: tuple[int, int] | None, copies: bool = True) -> WorkerScheduler:
-    """A run for each worker, and nobody has begun."""
-    chunks = max(run[1] for run in runs if run is not None)
-    return WorkerScheduler([None if run is None else ChunkRun(*run) for run in runs], chunks, copies=copies)
-
-
 def begun(*runs: tuple[int, int] | None, now: float = 0.0, copies: bool = True) -> WorkerScheduler:
     """Every worker has begun the run planned for it."""
-    scheduler = planned(*runs, copies=copies)
+    chunks = max(run[1] for run in runs if run is not None)
+    scheduler = WorkerScheduler([None if run is None else ChunkRun(*run) for run in runs], chunks, copies=copies)
     scheduler.decide([worker for worker, run in enumerate(runs) if run is not None], unknown, now)
     return scheduler
-
-
-# ---- the run planned for a worker, and runs that nobody evaluates
 
 
 # ---- stealing
@@ -134,32 +122,6 @@ def test_without_copies_what_is_behind_a_late_chunk_is_taken_but_not_that_chunk(
 # ---- poison
 
 
-@pytest.mark.parametrize("death, deaths", [(Death.FAULT, 3), (Death.OUTSIDE, 6)])
-def test_the_chunk_that_three_workers_died_at_is_named_and_a_signal_from_outside_counts_half(
-    death: Death, deaths: int
-) -> None:
-    scheduler = begun((0, 2))
-    scheduler.reported(0, 1, 0.0)
-    found = []
-    for _ in range(deaths):
-        found.append(scheduler.lost(0, death))
-        scheduler.decide([0], unknown, 0.0)
-    assert found == [None] * (deaths - 1) + [1]
-    assert scheduler.ledger.losses[1] == deaths
-
-
-def test_a_trial_in_which_workers_hang_doubles_the_time_of_the_next() -> None:
-    scheduler = begun((0, 1), None, None)
-    assert scheduler.patience(0) == 1.0
-    assert scheduler.decide([1], SECOND, 10.0) == [Assign(1, 0, 1)]  # it is late
-    for worker in (0, 1):
-        scheduler.lost(worker, Death.HANG)
-        assert scheduler.patience(0) == 2.0
-    scheduler.decide([2], SECOND, 20.0)
-    scheduler.lost(2, Death.HANG)
-    assert scheduler.patience(0) == 4.0
-
-
 def test_a_chunk_is_given_up_only_after_a_trial_alone_that_had_time() -> None:
     """Three hang in it at once, since it was late; it is given by itself, and nobody has a copy, with twice the time,
     and with four times as much: the three may all have had too little."""
@@ -197,70 +159,40 @@ class Said(NamedTuple):
     evaluation: int
     done: int
     final: bool
-    held: tuple[tuple[Node, int], ...]
-
-
-UNFINISHED = -(10**6)
 
 
 class Hand:
-    """A worker process, at the level of its chunks: how often each chunk is counted stands where its gradient would be.
+    """A worker process, at the level of its chunks.
 
-    As in `loop` and `evaluate`: it looks at limits only after it has sent a report, and merges into the row of the
-    younger partial.
+    As in `loop`, it looks at limits only after it has sent a report.
     """
 
     def __init__(self) -> None:
-        self.rows: list[list[int]] = []
         self.outbox: deque[Said] = deque()
         self.number = 0  # of the order that it is at, or was at last
         self.evaluation = -1
         self.busy = self.stopped = False
         self.limit = 0
 
-    def start(self, number: int, evaluation: int, run: ChunkRun, chunks: int) -> None:
+    def start(self, number: int, evaluation: int, run: ChunkRun) -> None:
         """It reads an order."""
         assert not self.busy
-        if evaluation != self.evaluation:
-            self.evaluation = evaluation
-            self._fold: Fold[int] = Fold(chunks, self._merge)
-        self._chunks, self.number, self.busy = chunks, number, True
+        self.number, self.evaluation, self.busy = number, evaluation, True
         self.at, self.last = run
         self.limit = self.last
-        self._begin()
-
-    def _begin(self) -> None:
-        taken = {row for _, row in self._fold.partials}
-        self._young = next(row for row in range(len(taken) + 1) if row not in taken)
-        self.rows += [[] for _ in range(self._young + 1 - len(self.rows))]
-        self.rows[self._young] = [UNFINISHED] * self._chunks
-
-    def _merge(self, left: int, right: int) -> int:
-        young, old = (right, left) if right == self._young else (left, right)
-        self.rows[young] = [a + b for a, b in zip(self.rows[young], self.rows[old], strict=True)]
-        return young
 
     def work(self) -> None:
         """It finishes the chunk at hand, says so, and begins the next unless it was told not to."""
-        self.finish()
+        self.at += 1
         if self.at < self.last:
             self._say(final=False)
             self.last = min(self.last, self.limit)
         if self.at >= self.last:
             self._say(final=True)
             self.busy = False
-        else:
-            self._begin()
-
-    def finish(self) -> None:
-        """It merges the chunk at hand, and has not said so."""
-        self.rows[self._young] = [int(chunk == self.at) for chunk in range(self._chunks)]
-        self._fold.add(Node(0, self.at), self._young)
-        self.at += 1
 
     def _say(self, final: bool) -> None:
-        held = tuple(self._fold.partials)
-        self.outbox.append(Said(self.number, self.evaluation, self.at, final, held))
+        self.outbox.append(Said(self.number, self.evaluation, self.at, final))
 
 
 class Turn(NamedTuple):
@@ -284,10 +216,7 @@ CUTS = st.tuples(*[st.integers(0, 32)] * (RANKS - 1))
 
 
 class Evaluations(RuleBasedStateMachine):
-    """A parent that does as `gather`, `pool` and `process` do, and workers that do what they like, over evaluations.
-
-    At the end of each one the partials that were reported are reduced: every chunk has to be in there once.
-    """
+    """A parent that does as `gather`, `pool` and `process` do, and workers that do what they like, over evaluations."""
 
     @initialize(chunks=st.integers(1, 32), paces=PACES, cuts=CUTS)
     def set_up(self, chunks: int, paces: tuple[float | None, ...], cuts: tuple[int, ...]) -> None:
@@ -368,7 +297,7 @@ class Evaluations(RuleBasedStateMachine):
             self.alone.add(worker)
         self.sent[worker] = ChunkRun(first, last)
         self.numbers += 1
-        self.hands[worker].start(self.numbers, self.evaluation, ChunkRun(first, last), self.chunks)
+        self.hands[worker].start(self.numbers, self.evaluation, ChunkRun(first, last))
 
     def _hear(self, rank: int, said: Said) -> None:
         """As `ProcessGather.on_reply`."""
@@ -434,14 +363,12 @@ class Evaluations(RuleBasedStateMachine):
         for rank, hand in self.hands.items():
             hand.stopped = rank in ranks
 
-    @rule(rank=WHO, when=st.sampled_from(["in a chunk", "before it says so", "before it says that it was the last"]))
+    @rule(rank=WHO, when=st.sampled_from(["in a chunk", "before it says that it was the last"]))
     def a_worker_dies(self, rank: int, when: str) -> None:
         hand = self.hands.get(rank)
         if hand is None:
             return
-        if hand.busy and when == "before it says so":
-            hand.finish()
-        elif hand.busy and when == "before it says that it was the last":
+        if hand.busy and when == "before it says that it was the last":
             hand.work()
             if not hand.busy:
                 hand.outbox.pop()
@@ -527,18 +454,13 @@ class Evaluations(RuleBasedStateMachine):
             self._hear_all(rank)
 
     def _complete(self, meanwhile: bool) -> None:
-        """As the end of `ProcessBackend.evaluate`; workers may finish the chunk that they are at before the reduce."""
+        """As the end of `ProcessBackend.evaluate`; workers may finish the chunk that they are at before the next."""
         assert not self.missing
         self._call_off()
         for rank, hand in self.hands.items():
             self._hear_all(rank)
             if meanwhile and hand.busy:
                 hand.work()
-        gradient = torch.zeros(self.chunks)
-        answers = [_answer(hand, said) for hand, said in self.heard.items()]
-        whole = reduce_answers(answers, self.chunks, gradient)
-        assert gradient.tolist() == [1.0] * self.chunks
-        assert whole.losses == (self.chunks,)
 
     # ---- what holds at any time
 
@@ -576,15 +498,6 @@ class Evaluations(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "chunks"):
             self.from_now_on_workers_behave(set(), self.paces, True)
-
-
-def _answer(hand: Hand, said: Said) -> Answer:
-    """What the parent finds in the worker's rows, where it was told to look."""
-    found = []
-    for node, row in said.held:
-        counts = torch.tensor(hand.rows[row], dtype=torch.float64)
-        found.append((node, Partial((counts.sum().item(),), counts, torch.zeros(0), b"")))
-    return Answer(0, 0, 0.0, found)
 
 
 TestEvaluations = Evaluations.TestCase

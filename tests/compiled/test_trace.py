@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from batchopt._program import compiler
 from batchopt_workers.compiled.compiler import traced
 from batchopt_workers.compiled.form import STATISTIC, PackedPiece, Request, form_of
 from batchopt_workers.compiled.trace import Traced
@@ -226,39 +228,57 @@ def tensor(*values: float) -> torch.Tensor:
     return torch.tensor(values, dtype=D)
 
 
-def test_rounding_passes() -> None:
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    "found, expected",
+    [((1.0 + 1e-12, 1e-14, 1.0), (1.0, 0.0, 1.0)), ((NAN, NAN, 1.0), (NAN, NAN, 1.0)), ((INF, INF), (INF, INF))],
+)
+def test_rounding_passes_and_what_is_not_finite_in_both(found: tuple[float, ...], expected: tuple[float, ...]) -> None:
     comparison = Comparison()
-    comparison.losses(tensor(1.0 + 1e-12), tensor(1.0))
-    comparison.gradients([tensor(1e-14, 1.0), None], [tensor(0.0, 1.0), None])
+    comparison.losses(tensor(found[0]), tensor(expected[0]))
+    comparison.gradients([tensor(*found[1:]), None], [tensor(*expected[1:]), None])
 
 
 def test_of_residuals_that_cancel_rounding_is_that_of_their_terms() -> None:
     """At the minimum of a sum of squares f is nothing but rounding."""
     comparison = Comparison()
-    comparison.losses(tensor(1.0), tensor(1.0))
-    comparison.gradients([tensor(1.0)], [tensor(1.0)])
-    comparison.losses(tensor(2e-28), tensor(1e-28))
-    comparison.gradients([tensor(2e-14)], [tensor(1e-14)])
+    for size in (1.0, 1e-28):
+        comparison.losses(tensor(size + 1e-28), tensor(size))
+        comparison.gradients([tensor(size**0.5 + 1e-14)], [tensor(size**0.5)])
     with pytest.raises(Differs, match="the loss differs by 1e-12 of 1e-12"):
         comparison.losses(tensor(2e-12), tensor(1e-12))
     with pytest.raises(Differs, match="a gradient differs"):
         comparison.gradients([tensor(2e-8)], [tensor(1e-8)])
 
 
-def test_nothing_else_passes() -> None:
-    comparison = Comparison()
-    with pytest.raises(Differs, match="the loss differs"):
-        comparison.losses(tensor(1.001), tensor(1.0))
+@pytest.mark.parametrize("found, words", [(1.001, ""), (NAN, " by nan")])
+def test_nothing_else_passes(found: float, words: str) -> None:
+    with pytest.raises(Differs, match=f"the loss differs{words}"):
+        Comparison().losses(tensor(found), tensor(1.0))
+    with pytest.raises(Differs, match=f"a gradient differs{words}"):
+        Comparison().gradients([tensor(found)], [tensor(1.0)])
     with pytest.raises(Differs, match="other parameters"):
-        comparison.gradients([None], [tensor(1.0)])
-    with pytest.raises(Differs, match="the loss differs by nan"):
-        comparison.losses(tensor(float("nan")), tensor(1.0))
-    with pytest.raises(Differs, match="a gradient differs by nan"):
-        comparison.gradients([tensor(float("nan"))], [tensor(1.0)])
+        Comparison().gradients([None], [tensor(1.0)])
 
 
-def test_what_is_not_finite_in_both_is_the_same() -> None:
-    comparison = Comparison()
-    for value in (float("nan"), float("inf")):
-        comparison.losses(tensor(value), tensor(value))
-        comparison.gradients([tensor(value, 1.0)], [tensor(value, 1.0)])
+# ---- the process that compiles
+
+
+def test_what_was_closed_does_not_answer_the_next_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_next = threading.Event()
+    monkeypatch.setattr(compiler, "_last_line", lambda stderr: str(is_next.wait(60)))
+    nothing = Request(b"no program", (), (), (), TorchSettings.current(), 1)
+    found = compiler.Compiler()
+    try:
+        found.request(nothing)
+        first = found._thread
+        assert first is not None
+        found.close()
+        found.request(nothing._replace(program=b"another one"))
+        is_next.set()
+        first.join(60)
+        assert "has ended" not in str(found.reply(waits=False))
+    finally:
+        found.close()
