@@ -13,9 +13,7 @@ from threading import get_ident
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-
-from batchopt_workers.data.structures import tensors_in
+from torch.utils import _python_dispatch, _pytree
 
 T = TypeVar("T")
 
@@ -80,7 +78,7 @@ class _There(torch.autograd.Function):
         return gradient, None
 
 
-class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Tape(_python_dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, tape: list[_Done], kind: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._tape, self._kind = tape, kind
@@ -97,15 +95,13 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found
 
 
+def tensors_in(data: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in _pytree.tree_leaves(data) if isinstance(leaf, torch.Tensor)]
+
+
 def _still(data: Any) -> Any:
     """The same memory, whatever the function makes of its tensors afterwards."""
-    if isinstance(data, torch.Tensor):
-        return data.detach()
-    if isinstance(data, (tuple, list)):
-        return type(data)(map(_still, data))
-    if isinstance(data, dict):
-        return {key: _still(value) for key, value in data.items()}
-    return data
+    return _pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, data)
 
 
 def _place(tensor: torch.Tensor) -> int:

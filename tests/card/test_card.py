@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable
 from itertools import count
 from typing import Any
@@ -12,7 +13,6 @@ import torch
 from torch import nn
 
 from batchopt import CG, LBFGS, BatchOptimizer, LevenbergMarquardt, SSBroyden, Term, WorkerError
-from batchopt._function.settings import Settings
 from batchopt_workers.graphs.recording import GraphMemory
 from tests import card
 from tests.workloads import Pairs
@@ -195,22 +195,9 @@ def test_terms_on_both_sides(device: torch.device) -> None:
 # ---- devices
 
 
-def test_what_the_modules_own_device_means(device: torch.device) -> None:
-    given = {**made_arguments(), "devices": ["cpu:0"]}
-    settings = Settings.read(given)
-    assert not settings.alone  # a worker there, for a module on the CPU
-    assert settings.at(CPU) is settings
-    assert settings.at(torch.device("cpu", 0)) is settings
-    cuda = Settings.read({**given, "devices": None, "parallelize": "auto"})
-    assert cuda.at(torch.device("cuda")).alone
-    assert not cuda.at(torch.device("cuda")).automatic
-
-
-def made_arguments() -> dict[str, Any]:
-    import inspect
-
-    given = {name: p.default for name, p in inspect.signature(BatchOptimizer).parameters.items()}
-    return {**given, "module": nn.Linear(1, 1), "criterion": nn.MSELoss()}
+def test_a_worker_on_the_cpu_is_one_for_a_module_there() -> None:
+    with made(CPU, devices=["cpu:0"]) as opt:
+        assert [worker.pid == os.getpid() for worker in opt.workers] == [False]
 
 
 def test_workers_for_a_module_on_a_card_are_refused_with_what_to_write(device: torch.device) -> None:

@@ -18,7 +18,11 @@ from torch import nn
 from batchopt import BatchOptimizer, NonFiniteError, Term
 from tests.card.test_card import data, residual, short, square
 
-pytestmark = pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:An output with one or more elements was resized",
+    "ignore:.*normalises by the statistics",
+    "ignore:.*BatchNorm",
+)
 
 HIDDEN = {"factor": 1.0}  # which nobody can know of who looks at the program
 
@@ -85,31 +89,41 @@ def status(opt: BatchOptimizer) -> str:
 
 
 Change = Callable[[Any, Any], Any]
+Do = Callable[[BatchOptimizer, torch.Tensor, torch.Tensor], list[Any]]
 
 
-def history(device: torch.device, graph: bool, change: Change, module: Callable[[], nn.Module], **options: Any) -> Any:
-    """f, df/dX and the module's state in evaluations before and after a change; and what is said in the end."""
-    found: list[torch.Tensor] = []
-    with built(device, graph, module, **options) as opt:
-        x, y = there(device)
+def alike(recorded: list[Any], device: torch.device, do: Do, module: Any = Net, **options: Any) -> str:
+    """The same is found eagerly and recorded, and the module's state is the same; what is said of the latter."""
+    found, says = [], ""
+    for graph in (False, True):
+        torch.use_deterministic_algorithms(False)
+        with built(device, graph, module, **options) as opt:
+            x, y = there(device)
+            values = do(opt, x, y)
+            says = status(opt) if graph else ""
+            if "terms" not in options:
+                opt.load(x, y)  # ends the step
+            found.append([torch.as_tensor(value).clone() for value in (*values, *opt.module.buffers())])
+        assert graph or not recorded
+    assert len(found[0]) == len(found[1]) and all(map(torch.equal, *found))
+    return says
 
-        def note() -> None:
-            found.append(opt.evaluate())
-            found.append(opt.grad_parameters.clone())
 
-        opt.load(x, y)
-        for _ in range(5):
-            note()
-            with torch.no_grad():
-                opt.parameters.mul_(1.01)
-        change(opt.module, opt.criterion)
-        opt.load(x, y)
-        for _ in range(5):
-            note()
-        says = status(opt) if graph else ""
-        opt.load(x, y)  # ends the step
-        found += [tensor.clone() for tensor in opt.module.buffers()]
-        return found, says
+def around(change: Change) -> Do:
+    """f and df/dX in evaluations before and after a change."""
+
+    def do(opt: BatchOptimizer, x: torch.Tensor, y: torch.Tensor) -> list[Any]:
+        found = []
+        for begin in (lambda: None, lambda: change(opt.module, opt.criterion)):
+            begin()
+            opt.load(x, y)
+            for _ in range(5):
+                found += [opt.evaluate(), opt.grad_parameters.clone()]
+                with torch.no_grad():
+                    opt.parameters.mul_(1.01)
+        return found
+
+    return do
 
 
 def halved(tensor: torch.Tensor) -> None:
@@ -146,90 +160,82 @@ def settings_kept() -> Any:
     HIDDEN["factor"] = 1.0
 
 
-def same(one: Any, other: Any) -> None:
-    assert len(one) == len(other)
-    for mine, theirs in zip(one, other, strict=True):
-        assert torch.equal(mine, theirs)
-
-
-@pytest.mark.filterwarnings("ignore:.*normalises by the statistics", "ignore:.*BatchNorm")
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("chunk_size", [None, 16])
 @pytest.mark.parametrize("change", CHANGES)
 def test_bits_are_those_of_eager_evaluations(
     recorded: list[Any], device: torch.device, change: str, chunk_size: int | None, dropout: float
 ) -> None:
-    def run(graph: bool) -> Any:
-        torch.use_deterministic_algorithms(False)
-        return history(device, graph, CHANGES[change], lambda: Net(dropout), chunk_size=chunk_size)
-
-    expected, _ = run(False)
-    assert not recorded
-    found, says = run(True)
-    same(found, expected)
-    assert sum(recording.replays for recording in recorded) >= 7
-    assert "recorded" in says
+    says = alike(recorded, device, around(CHANGES[change]), lambda: Net(dropout), chunk_size=chunk_size)
+    assert "recorded" in says and sum(recording.replays for recording in recorded) >= 7
 
 
-def _counted(net: Any, y: torch.Tensor) -> torch.Tensor:
+class Obstacle(Net):
+    """Does something with its output."""
+
+    def __init__(self, does: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.does = does
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.does(self, super().forward(x))
+
+
+def counted(net: Any, y: torch.Tensor) -> torch.Tensor:
     net.calls += 1
     found: torch.Tensor = y * (1 + 0 * net.calls)
     return found
 
 
-def _kept(net: Any, y: torch.Tensor) -> torch.Tensor:
+def kept(net: Any, y: torch.Tensor) -> torch.Tensor:
     net.last = y
     return y
 
 
-# What a forward does with its output, or is hooked for, and why it is not recorded then.
+def touchy(net: Any, y: torch.Tensor) -> torch.Tensor:
+    factor = float(np.random.rand())
+    if torch._C._len_torch_dispatch_stack():
+        raise RuntimeError("somebody is looking")
+    return y * factor
+
+
+def hook(net: Any, _: object = None) -> None:
+    net.first.register_forward_hook(lambda module, inputs, output: output * 2)
+
+
+def hooked() -> Net:
+    net = Net()
+    hook(net)
+    return net
+
+
+# What a forward does with its output, and why it is not recorded then.
 OBSTACLES: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], str]] = {
     "waits": (lambda net, y: y * net.constant[0].item(), "waits for elements"),
     "branches": (lambda net, y: y if net.constant[0] > 1 else -y, "waits for elements"),
     "masks": (lambda net, y: y + y[y > 0.5].sum(), "waits for elements"),
-    "counts": (_counted, "change attributes"),
-    "keeps": (_kept, "change attributes"),
+    "counts": (counted, "change attributes"),
+    "keeps": (kept, "change attributes"),
     "uses the CPU": (lambda net, y: y * torch.tensor(1.5), "not on the card"),
     "draws in NumPy": (lambda net, y: y * float(np.random.rand()), "generators of NumPy or Python"),
     "draws in Python": (lambda net, y: y * random.random(), "generators of NumPy or Python"),
-    "hooked": (lambda net, y: y, "'first' has hooks"),
+    "draws and will not be looked at": (touchy, "cannot be looked at"),
 }
 
 
-class Obstacle(Net):
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.name = name
-        if name == "hooked":
-            self.first.register_forward_hook(lambda module, inputs, output: output * 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = OBSTACLES[self.name][0](self, super().forward(x))
-        return found
-
-
-@pytest.mark.filterwarnings("ignore:.*normalises by the statistics", "ignore:.*BatchNorm")
 @pytest.mark.parametrize("name", OBSTACLES)
 def test_what_cannot_be_recorded_is_evaluated_eagerly_and_says_why(
     recorded: list[Any], device: torch.device, name: str
 ) -> None:
-    expected, _ = history(device, False, CHANGES["nothing"], lambda: Obstacle(name))
-    found, says = history(device, True, CHANGES["nothing"], lambda: Obstacle(name))
-    same(found, expected)
-    assert says.startswith("eager (")
-    assert OBSTACLES[name][1] in says
+    does, words = OBSTACLES[name]
+    says = alike(recorded, device, around(CHANGES["nothing"]), lambda: Obstacle(does))
+    assert says.startswith("eager (") and words in says
     assert not any(recording.replays for recording in recorded)
 
 
-@pytest.mark.filterwarnings("ignore:.*normalises by the statistics", "ignore:.*BatchNorm")
-def test_hooks_that_are_registered_later_run(recorded: list[Any], device: torch.device) -> None:
-    def change(net: Net, loss: Any) -> None:
-        net.first.register_forward_hook(lambda module, inputs, output: output * 2)
-
-    expected, _ = history(device, False, change, Net)
-    found, says = history(device, True, change, Net)
-    same(found, expected)
-    assert "has hooks" in says
+@pytest.mark.parametrize(("module", "change"), [(hooked, CHANGES["nothing"]), (Net, hook)], ids=["before", "later"])
+def test_hooks_run(recorded: list[Any], device: torch.device, module: Any, change: Change) -> None:
+    assert "'first' has hooks" in alike(recorded, device, around(change), module)
 
 
 def hidden(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -237,7 +243,6 @@ def hidden(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return found
 
 
-@pytest.mark.filterwarnings("ignore:.*normalises by the statistics", "ignore:.*BatchNorm")
 def test_what_nobody_knows_of_is_found_by_comparison_and_the_step_made_anew(
     recorded: list[Any], device: torch.device
 ) -> None:
@@ -274,12 +279,10 @@ def test_what_nobody_knows_of_is_found_by_comparison_and_the_step_made_anew(
 
 @pytest.mark.parametrize("optimizer", ["lbfgs", "ssbroyden", "cg", "sgd", "adam"])
 def test_steps_go_the_same_way(recorded: list[Any], device: torch.device, optimizer: str) -> None:
-    found = []
-    for graph in (False, True):
-        with built(device, graph, small, loss_fn=square, optimizer=short(optimizer)) as opt:
-            x, y = there(device)
-            found.append([opt.step(x[k:], y[k:]) for k in (0, 0, 8, 8, 8)] + [*opt.parameters.tolist()])
-    assert found[0] == found[1]
+    def do(opt: BatchOptimizer, x: torch.Tensor, y: torch.Tensor) -> list[Any]:
+        return [opt.step(x[k:], y[k:]) for k in (0, 0, 8, 8, 8)] + [opt.parameters]
+
+    alike(recorded, device, do, small, loss_fn=square, optimizer=short(optimizer))
     assert any(recording.replays for recording in recorded)
 
 
@@ -293,19 +296,16 @@ def test_minibatches_of_one_form_share_a_graph(recorded: list[Any], device: torc
 
 
 def test_terms_and_their_weights(recorded: list[Any], device: torch.device) -> None:
-    found = []
-    for graph in (False, True):
-        terms = {"a": Term(square), "b": Term(square, weight=3.0)}
-        with built(device, graph, small, terms=terms) as opt:
-            x, y = there(device)
-            values = []
-            for weight in (3.0, 3.0, 5.0, 0.0):
-                opt.weights = {"a": 1.0, "b": weight}
-                opt.load({"a": (x, y), "b": (x[:8], y[:8])})
-                for _ in range(3):
-                    values.append((opt.evaluate().item(), opt.losses, opt.grad_parameters.tolist()))
-            found.append(values)
-    assert found[0] == found[1]
+    def do(opt: BatchOptimizer, x: torch.Tensor, y: torch.Tensor) -> list[Any]:
+        found: list[Any] = []
+        for weight in (3.0, 3.0, 5.0, 0.0):
+            opt.weights = {"a": 1.0, "b": weight}
+            opt.load({"a": (x, y), "b": (x[:8], y[:8])})
+            for _ in range(3):
+                found += [opt.evaluate(), *opt.losses.values(), opt.grad_parameters.clone()]
+        return found
+
+    alike(recorded, device, do, small, terms={"a": Term(square), "b": Term(square, weight=3.0)})
     assert len(recorded) == 2
 
 
@@ -325,57 +325,26 @@ def test_losses_that_are_not_finite_are_found(recorded: list[Any], device: torch
         assert "recorded" in status(opt)
 
 
-class Touchy(Net):
-    """Draws in NumPy, and will not be looked at."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        factor = float(np.random.rand())
-        if torch._C._len_torch_dispatch_stack():
-            raise RuntimeError("somebody is looking")
-        return super().forward(x) * factor
-
-
-@pytest.mark.filterwarnings("ignore:.*normalises by the statistics", "ignore:.*BatchNorm")
-def test_what_will_not_be_looked_at_goes_on_as_if_nobody_had_tried(recorded: list[Any], device: torch.device) -> None:
-    expected, _ = history(device, False, CHANGES["nothing"], Touchy)
-    found, says = history(device, True, CHANGES["nothing"], Touchy)
-    same(found, expected)
-    assert "cannot be looked at" in says
-
-
 def test_batches_of_many_sizes_are_not_all_recorded(recorded: list[Any], device: torch.device) -> None:
-    x, y = data()
-    found = []
-    for graph in (False, True):
-        with built(device, graph, line, criterion=nn.MSELoss(), optimizer="sgd") as opt:
-            found.append([opt.step(x[:k], y[:k]) for k in (*range(20, 40), *range(20, 40))])
-            if graph:
-                assert "more than 8 forms" in opt._function.workers.backend._evaluator.graphs.reason  # type: ignore
-    assert found[0] == found[1]
-    assert len(recorded) <= 8
+    def do(opt: BatchOptimizer, x: torch.Tensor, y: torch.Tensor) -> list[Any]:
+        return [opt.step(x[:k], y[:k]) for k in (*range(20, 40), *range(20, 40))]
+
+    assert alike(recorded, device, do, line, criterion=nn.MSELoss(), optimizer="sgd") == "8 recorded"
+    assert len(recorded) == 8
 
 
+@pytest.mark.parametrize(("steps", "evaluations", "most"), [(40, 1, 1), (24, 4, 2)])
 def test_a_program_that_changes_all_the_time_is_recorded_more_and_more_rarely(
-    recorded: list[Any], device: torch.device
+    recorded: list[Any], device: torch.device, steps: int, evaluations: int, most: int
 ) -> None:
-    x, y = there(device)
     net = Net()
-    with built(device, True, net, optimizer="sgd") as opt:
-        for step in range(40):
+    with built(device, True, net) as opt:
+        for step in range(steps):
             net.factor = 1.0 + step / 100
-            opt.step(x, y)
-        assert len(recorded) <= 1
-
-
-def test_so_is_one_that_changes_between_steps_of_many_evaluations(recorded: list[Any], device: torch.device) -> None:
-    x, y = there(device)
-    with built(device, True, Net) as opt:
-        for step in range(24):
-            opt.module.factor = 1.0 + step / 100  # type: ignore[assignment]
-            opt.load(x, y)
-            for _ in range(4):
+            opt.load(*there(device))
+            for _ in range(evaluations):
                 opt.evaluate()
-    assert len(recorded) <= 2
+    assert len(recorded) <= most
 
 
 def test_graphs_can_be_left_out(recorded: list[Any], device: torch.device) -> None:
@@ -390,15 +359,10 @@ def test_graphs_can_be_left_out(recorded: list[Any], device: torch.device) -> No
 
 
 def test_products_and_tasks_go_on_beside_graphs(recorded: list[Any], device: torch.device) -> None:
-    found = []
-    for graph in (False, True):
-        with built(device, graph, small, residual=residual) as opt:
-            x, y = there(device)
-            opt.load(x, y)
-            values: list[Any] = []
-            for _ in range(4):
-                values += [opt.evaluate().item(), opt.hvp(torch.ones_like(opt.parameters)).tolist()]
-                values += [opt.residuals().tolist(), opt.predict(x).tolist()]
-            found.append(values)
-    assert found[0] == found[1]
+    def do(opt: BatchOptimizer, x: torch.Tensor, y: torch.Tensor) -> list[Any]:
+        opt.load(x, y)
+        v = torch.ones_like(opt.parameters)
+        return [found for _ in range(4) for found in (opt.evaluate(), opt.hvp(v), opt.residuals(), opt.predict(x))]
+
+    alike(recorded, device, do, small, residual=residual)
     assert any(recording.replays for recording in recorded)
