@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import product
 from typing import Any
 
 import pytest
@@ -14,15 +13,10 @@ from batchopt.backends.base import WorkerInfo
 from batchopt.backends.patience import ATTEMPTS
 from batchopt.backends.process.events import Events
 from batchopt.backends.process.roster import (
-    AT_WORK,
     INTERVAL,
-    ORDERABLE,
     REAPING,
-    SILENT,
-    STATES,
     BusyWorker,
     Roster,
-    State,
     check,
 )
 from batchopt.backends.process.wanted import AFTER, NOTHING, Told, Wanted, having, lacking
@@ -45,8 +39,8 @@ def roster(workers: int = 2, restarts: int = 2) -> Roster:
     return made
 
 
-def end(made: Roster, rank: int, joined: bool = False, in_users_code: bool = False) -> None:
-    made.ended(rank, f"worker {rank} ended", joined=joined, in_users_code=in_users_code)
+def end(made: Roster, rank: int, joined: bool = False) -> None:
+    made.ended(rank, f"worker {rank} ended", joined=joined, in_users_code=False)
 
 
 def test_who_is_missing_is_started_again_while_restarts_are_left() -> None:
@@ -76,14 +70,6 @@ def test_who_ends_before_it_can_work_is_given_up_after_some_attempts_in_a_row() 
         made.started(1, 300 + attempt)
         end(made, 1)
     assert isinstance(made.given_up[1], WorkerStartError)
-
-
-@pytest.mark.parametrize("restarts, for_good", [(0, True), (1, False)])
-def test_who_ends_in_the_users_code_the_first_time_is_not_tried_again(restarts: int, for_good: bool) -> None:
-    made = roster()
-    made.infos[0].restarts = restarts
-    end(made, 0, in_users_code=True)
-    assert (0 in made.given_up) == for_good
 
 
 def test_no_process_to_be_had_counts_as_an_attempt_and_the_first_time_for_good() -> None:
@@ -168,13 +154,6 @@ def test_what_was_dropped_is_lacking_wherever_an_interrupt_came() -> None:
         for name in [*lacking(have, want)][:sent]:
             have = having(have, name, getattr(want, name))
         assert taken(have, want) == want
-
-
-def test_each_state_is_in_the_table_and_says_what_may_be_done() -> None:
-    assert {*STATES.values()} == {*State}
-    for key in product((True,), ("field", "function", None), (True, False)):
-        assert key in STATES
-    assert not ORDERABLE & AT_WORK and not SILENT & AT_WORK
 
 
 # ---- nobody wakes the parent up for the report of a chunk, and it hears whoever has something to say

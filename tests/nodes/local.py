@@ -9,8 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
+import pytest
+import torch
+
 from batchopt.backends.base import Setup
 from batchopt.backends.nodes.backend import NodesBackend
+from batchopt.backends.nodes.group import Group
 from batchopt.backends.nodes.placing import Room
 
 ROOT = Path(__file__).parent.parent.parent
@@ -129,3 +133,17 @@ class LocalNodesBackend(NodesBackend):
 
     def placer(self, setup: Setup) -> LocalPlacer:
         return LocalPlacer()
+
+
+class Traffic:
+    """Bytes that this process sends to nodes."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.sent = 0
+        send = Group.send
+
+        def counting(group: Group, vector: torch.Tensor, to: int, tag: int = 0) -> None:
+            self.sent += vector.nbytes
+            send(group, vector, to, tag)
+
+        patch.setattr(Group, "send", counting)

@@ -12,8 +12,6 @@ import torch
 from torch import nn
 
 from batchopt import BatchOptimizer, CompileError
-from batchopt.backends.nodes.compiling import merged
-from batchopt_workers.compiled.form import Artifact, PieceForm, Reply
 from tests.nodes import local
 from tests.nodes.test_nodes import node_of
 from tests.workloads import mlp
@@ -78,28 +76,3 @@ def test_a_changed_program_is_compiled_again_or_said_not_to_be() -> None:
         opt.load(x, y)
         with pytest.raises(CompileError, match="hooks"):
             opt.evaluate()
-
-
-# ---- what nodes reply
-
-
-def reply(*found: str, seconds: float = 1.0) -> Reply:
-    """Of libraries with these keys, or reasons."""
-    forms = [PieceForm(i, (), (), ()) for i in range(len(found))]
-    artifacts = [Artifact(key, f"/{key}", form, 1, 9, (), (), ()) for key, form in zip(found, forms, strict=True)]
-    return Reply({a.form: f"because {a.key}" if " " in a.key else a for a in artifacts}, seconds)
-
-
-def said(of: Reply | str | None) -> list[str]:
-    assert isinstance(of, Reply)
-    return [found if isinstance(found, str) else found.key for found in of.found.values()]
-
-
-def test_nodes_agree_or_there_is_a_reason() -> None:
-    assert merged([reply("a"), None]) is None
-    assert merged([reply("a"), "there is no compiler"]) == "there is no compiler"
-    assert said(merged([reply("a", "b"), reply("a", "b")])) == ["a", "b"]
-    assert said(merged([reply("a", "b"), reply("a", "it is odd")])) == ["a", "because it is odd"]
-    assert "different libraries" in said(merged([reply("a"), reply("b")]))[0]
-    whole = merged([reply("a", seconds=1.0), reply("a", seconds=3.0)])
-    assert isinstance(whole, Reply) and whole.seconds == 3.0

@@ -17,26 +17,11 @@ import torch
 from torch import nn
 
 from batchopt import BatchOptimizer, Sample, Worker, WorkerError
-from batchopt.backends.nodes.group import Group
 from tests.nodes import local
 from tests.nodes.disturbance import Disturbance, steps
 from tests.workloads import Workload, mlp
 
 pytestmark = pytest.mark.timeout(120)
-
-
-class Traffic:
-    """Bytes that this process sends to nodes."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.sent = 0
-        send = Group.send
-
-        def counting(group: Group, vector: torch.Tensor, to: int, tag: int = 0) -> None:
-            self.sent += vector.nbytes
-            send(group, vector, to, tag)
-
-        patch.setattr(Group, "send", counting)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +66,7 @@ def test_a_batch_that_comes_again_is_not_sent_again(monkeypatch: pytest.MonkeyPa
         optimizer(twin, optimizer=None, chunk_size=8) as alone,
     ):
         opt.load(*batch)  # and measure
-        traffic = Traffic(monkeypatch)
+        traffic = local.Traffic(monkeypatch)
         sent = []
         for again in range(5):
             if again == 3:
@@ -99,7 +84,7 @@ def test_a_batch_that_comes_again_is_not_sent_again(monkeypatch: pytest.MonkeyPa
 def test_a_node_is_sent_its_shard_once(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     x, y = torch.randn(1000, 100), torch.randn(1000, 1)
-    traffic = Traffic(monkeypatch)
+    traffic = local.Traffic(monkeypatch)
     case = Workload(nn.Linear(100, 1), nn.MSELoss(), x, y)
     with optimizer(case, 4, speeds=[1.0, 1.0, 3.0, 3.0], optimizer=None, chunk_size=None) as opt:
         opt.load(x, y)

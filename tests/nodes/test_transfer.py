@@ -11,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchopt._data.batches import BatchSpec, read_batch
+from batchopt.backends.nodes.compiling import merged
 from batchopt.backends.nodes.group import pickled
 from batchopt.backends.nodes.placing import Placed
 from batchopt.backends.nodes.roster import TRANSITIONS, Member, State
 from batchopt.backends.nodes.transfer import BLOCK, KnownBatch, ProgramVersion, RowsUpdate, SentRows, digest, unpacked
 from batchopt.backends.nodes.wanted import NodeMode, NodeSetup, StepStart, TaskStart, Wanted, World, lacking
+from batchopt_workers.compiled.form import Artifact, PieceForm, Reply
 from batchopt_workers.data.batch import Batch
 from batchopt_workers.data.packing import pack
 from batchopt_workers.data.structures import tensors_in
@@ -194,3 +196,36 @@ def test_what_a_node_has_is_forgotten_but_for_workers_that_work() -> None:
         member.on("joins")
     member.on("ends")
     assert not any((State.ENDED, event) in TRANSITIONS for _, event in TRANSITIONS)
+
+
+# ---- what nodes reply that were to compile
+
+
+def reply(*found: str, seconds: float = 1.0) -> Reply:
+    """Of libraries with these keys, or reasons."""
+    forms = [PieceForm(i, (), (), ()) for i in range(len(found))]
+    artifacts = [Artifact(key, f"/{key}", form, 1, 9, (), (), ()) for key, form in zip(found, forms, strict=True)]
+    return Reply({a.form: f"because {a.key}" if " " in a.key else a for a in artifacts}, seconds)
+
+
+@pytest.mark.parametrize(
+    ("replies", "found"),
+    [
+        ([reply("a"), None], None),
+        ([reply("a"), "there is no compiler"], "there is no compiler"),
+        ([reply("a", "b"), reply("a", "b")], ["a", "b"]),
+        ([reply("a", "b"), reply("a", "it is odd")], ["a", "because it is odd"]),
+        (
+            [reply("a"), reply("b")],
+            ["the nodes compile it to different libraries: their processors or compilers differ"],
+        ),
+        ([reply("a", seconds=1.0), reply("a", seconds=3.0)], ["a"]),
+    ],
+)
+def test_nodes_agree_or_there_is_a_reason(replies: list[Any], found: Any) -> None:
+    whole = merged(replies)
+    if isinstance(whole, Reply):
+        assert [one if isinstance(one, str) else one.key for one in whole.found.values()] == found
+        assert whole.seconds == max(one.seconds for one in replies)
+    else:
+        assert whole == found

@@ -6,11 +6,12 @@ import os
 from pathlib import Path
 
 import pytest
+from torch import nn
 
-from batchopt.backends.ranks.launch import meet
+from batchopt import BatchOptimizer
 from tests.backends.contract import Contract
 
-meet(60.0)  # rank 0 listens from now on
+BatchOptimizer(nn.Linear(1, 1), nn.MSELoss(), backend="ranks").close()  # rank 0 listens from now on
 FOLDER = Path(os.environ["FOLDER_OF_RANKS"])
 WORKERS = [int(number) for number in os.environ["WORKERS_OF_RANKS"].split()]
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchopt.backends.process.channel import Channel, ProtocolError
+from batchopt.backends.process.channel import Channel, ProtocolError, WorkerReply
 from batchopt_workers.data.layout import Layout, Slot
 from batchopt_workers.data.memory import SharedBlock
 from batchopt_workers.map.sums import PartialSum, Report, Rows, rows_nbytes
@@ -72,7 +72,8 @@ BAD_FRAMES = [
 @settings(deadline=None, max_examples=200)
 def test_any_bytes_are_messages_or_an_error(data: bytes, cut: int) -> None:
     ours, theirs = Pipe(duplex=True)
-    channel, found, refused = Channel(ours), [], False
+    found: list[WorkerReply] = []
+    channel, refused = Channel(ours), False
     with theirs:
         try:
             for part in (data[:cut], data[cut:]):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import given, settings
@@ -36,27 +37,31 @@ def top(count: int) -> Node:
 
 
 @st.composite
-def owned_chunks(draw: st.DrawFn) -> list[list[int]]:
-    """Every chunk of a batch once: to any of up to five owners, in any order."""
+def evaluated(draw: st.DrawFn, copies: bool) -> tuple[int, list[list[int]]]:
+    """Every chunk of a batch by one of up to five workers, or by one at least, in any order."""
     count = draw(st.integers(1, 40))
-    owners: list[list[int]] = [[] for _ in range(draw(st.integers(1, 5)))]
+    workers: list[list[int]] = [[] for _ in range(draw(st.integers(1, 5)))]
     for chunk in draw(st.permutations(range(count))):
-        owners[draw(st.integers(0, len(owners) - 1))].append(chunk)
-    return owners
+        for worker in draw(st.sets(st.integers(0, len(workers) - 1), min_size=1, max_size=None if copies else 1)):
+            workers[worker].append(chunk)
+    return count, workers
 
 
-@given(owned_chunks(), st.randoms(use_true_random=False))
+def fold_of(chunks: Iterable[int], count: int) -> Fold[str]:
+    """What a worker holds that evaluated these chunks in this order."""
+    fold = Fold(count, join)
+    for chunk in chunks:
+        fold.add(Node(0, chunk), str(chunk))
+    return fold
+
+
+@given(evaluated(copies=False), st.randoms(use_true_random=False))
 @settings(deadline=None)
 def test_the_expression_is_the_same_whoever_evaluates_what_in_any_order(
-    owners: list[list[int]], order: random.Random
+    work: tuple[int, list[list[int]]], order: random.Random
 ) -> None:
-    count = sum(map(len, owners))
-    arrivals: list[tuple[Node, str]] = []
-    for chunks in owners:
-        fold = Fold(count, join)
-        for chunk in chunks:
-            fold.add(Node(0, chunk), str(chunk))
-        arrivals += fold.partials
+    count, workers = work
+    arrivals = [partial for chunks in workers for partial in fold_of(chunks, count).partials]
     order.shuffle(arrivals)
     whole = Fold(count, join)
     for node, partial in arrivals:
@@ -70,29 +75,7 @@ def test_the_expression_is_the_same_whoever_evaluates_what_in_any_order(
 def test_chunks_in_order_leave_few_partials(count: int, data: st.DataObject) -> None:
     first = data.draw(st.integers(0, count - 1))
     last = data.draw(st.integers(first + 1, count))
-    fold = Fold(count, join)
-    for chunk in range(first, last):
-        fold.add(Node(0, chunk), "")
-    assert len(fold) <= max(2 * (last - first).bit_length(), 1)
-
-
-@st.composite
-def evaluated(draw: st.DrawFn) -> tuple[int, list[list[int]]]:
-    """Every chunk of a batch by at least one of up to five workers, in any order, some by several."""
-    count = draw(st.integers(1, 40))
-    workers: list[list[int]] = [[] for _ in range(draw(st.integers(1, 5)))]
-    for chunk in draw(st.permutations(range(count))):
-        for worker in draw(st.sets(st.integers(0, len(workers) - 1), min_size=1)):
-            workers[worker].append(chunk)
-    return count, workers
-
-
-def nodes_of(chunks: list[int], count: int) -> dict[Node, str]:
-    """What a worker holds that evaluated these chunks in this order."""
-    fold = Fold(count, join)
-    for chunk in chunks:
-        fold.add(Node(0, chunk), str(chunk))
-    return dict(fold.partials)
+    assert len(fold_of(range(first, last), count)) <= max(2 * (last - first).bit_length(), 1)
 
 
 def below(node: Node, count: int) -> set[int]:
@@ -105,9 +88,7 @@ def below(node: Node, count: int) -> set[int]:
 def test_most_held_is_an_upper_bound_that_is_reached_with_what_the_worker_holds_already(
     count: int, data: st.DataObject
 ) -> None:
-    fold = Fold(count, join)
-    for chunk in data.draw(st.lists(st.integers(0, count - 1), unique=True)):
-        fold.add(Node(0, chunk), str(chunk))
+    fold = fold_of(data.draw(st.lists(st.integers(0, count - 1), unique=True)), count)
     held = tuple(data.draw(st.permutations([node for node, _ in fold.partials])))
     first = data.draw(st.integers(0, count - 1))
     last = data.draw(st.integers(first, count))
@@ -118,13 +99,13 @@ def test_most_held_is_an_upper_bound_that_is_reached_with_what_the_worker_holds_
     assert most_held(first, last, count, held) == max(rows)
 
 
-@given(evaluated())
+@given(evaluated(copies=True))
 @settings(deadline=None)
 def test_maximal_nodes_are_disjoint_and_merge_into_the_whole_with_each_chunk_once(
     work: tuple[int, list[list[int]]],
 ) -> None:
     count, workers = work
-    found = {node: partial for chunks in workers for node, partial in nodes_of(chunks, count).items()}
+    found = {node: partial for chunks in workers for node, partial in fold_of(chunks, count).partials}
     kept = maximal(found, count)
     assert kept <= set(found)
     assert sorted(chunk for node in kept for chunk in below(node, count)) == list(range(count))
@@ -136,8 +117,5 @@ def test_maximal_nodes_are_disjoint_and_merge_into_the_whole_with_each_chunk_onc
 
 @pytest.mark.parametrize("missing", range(5))
 def test_there_is_no_root_while_a_chunk_is_missing(missing: int) -> None:
-    fold = Fold(5, join)
-    for chunk in {0, 1, 2, 3, 4} - {missing}:
-        fold.add(Node(0, chunk), str(chunk))
     with pytest.raises(LookupError, match="missing"):
-        _ = fold.root
+        _ = fold_of({0, 1, 2, 3, 4} - {missing}, 5).root
