@@ -292,41 +292,29 @@ class Contract(TaskContract):
         for *_, (outputs, targets, loss) in opt.hook_results:
             assert loss == pytest.approx(case.criterion(outputs, targets).item(), rel=1e-12)
 
-    def test_hooks_can_be_replaced_between_steps(self, make: Make) -> None:
+    def test_hooks_can_be_replaced_between_steps_and_change_samples_and_gradients(self, make: Make) -> None:
         case = mlp(samples=6)
-        opt = make(case.module, case.criterion, optimizer=None)
-        opt.step(case.inputs, case.targets)
-        assert opt.hook_results == []
-        scale = 3.0
+        x, y, factor = case.inputs, case.targets, 3.0
 
-        def replace(worker: Worker, sample: Sample) -> None:
+        def prehook(worker: Worker, sample: Sample) -> None:
             assert sample.output is None and sample.loss is None
-            sample.inputs, sample.targets = sample.inputs * scale, sample.targets + 1
+            sample.inputs, sample.targets = sample.inputs * factor, sample.targets + 1
 
-        opt.prehook = replace
-        opt.posthook = lambda worker, sample: list(sample.indices)
-        opt.step(case.inputs, case.targets)
-        assert [i for of_chunk in opt.hook_results for i in of_chunk] == list(range(6))  # in the samples' order
-        expected, gradient = reference(case.module, case.criterion, case.inputs * scale, case.targets + 1)
-        assert opt.output == pytest.approx(expected, rel=1e-12)
-        torch.testing.assert_close(opt.grad_parameters, gradient, rtol=1e-12, atol=1e-14)
-        opt.prehook = opt.posthook = None
-        opt.step(case.inputs, case.targets)
-        assert opt.output == pytest.approx(case.reference()[0], rel=1e-12)
-        assert opt.hook_results == []
-
-    def test_a_posthook_may_change_the_gradient(self, make: Make) -> None:
-        case = mlp()
-
-        def halve(worker: Worker, sample: Sample) -> None:
+        def posthook(worker: Worker, sample: Sample) -> Any:
             assert worker.module is not None
             for parameter in worker.module.parameters():
                 assert parameter.grad is not None
                 parameter.grad.mul_(0.5)
+            return list(sample.indices)
 
-        opt = make(case.module, case.criterion, optimizer=None, posthook=halve)
-        opt.step(case.inputs, case.targets)
-        torch.testing.assert_close(opt.grad_parameters, case.reference()[1] / 2, rtol=1e-12, atol=1e-14)
+        opt = make(case.module, case.criterion, optimizer=None)
+        for pre, post in ((None, None), (prehook, posthook), (None, None)):
+            opt.prehook, opt.posthook = pre, post
+            opt.step(x, y)
+            loss, gradient = reference(case.module, case.criterion, x * factor, y + 1) if pre else case.reference()
+            assert [i for of_chunk in opt.hook_results for i in of_chunk] == list(range(6 if post else 0))
+            assert opt.output == pytest.approx(loss, rel=1e-12)
+            torch.testing.assert_close(opt.grad_parameters, gradient / (2 if post else 1), rtol=1e-12, atol=1e-14)
 
     def test_precode_runs_before_the_module_arrives_and_state_is_kept(self, make: Make) -> None:
         def precode(worker: Worker) -> None:

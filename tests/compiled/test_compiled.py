@@ -195,44 +195,32 @@ def of_the_surroundings(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> 
 
 
 @pytest.mark.slow
-def test_a_difference_is_found_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("optimizer", "warm", "words"),
+    [
+        ("sgd", 3, "found something else than an eager one"),  # compared at the first, second and fourth step
+        ("lbfgs", 0, "the step is made anew"),  # with evaluations that were not compared
+    ],
+)
+def test_a_difference_is_found_and_told(monkeypatch: pytest.MonkeyPatch, optimizer: str, warm: int, words: str) -> None:
     """At the latest at the next comparison, and then the step is made anew."""
 
-    def run(compile: bool) -> tuple[list[float], torch.Tensor]:
-        module = net()
-        with make(module, loss_fn=of_the_surroundings, optimizer="sgd", compile=compile) as opt:
-            losses = [opt.step(X, Y) for _ in range(3)]  # compared at the first and the second
-            with monkeypatch.context() as patch:
-                patch.setattr(ambient, "FACTOR", 2.0)
-                losses.append(opt.step(X, Y))  # and at the fourth
-                losses.append(opt.step(X, Y))
-            return losses, opt.parameters.clone()
-
-    expected, x = run(False)
-    with pytest.warns(UserWarning, match="found something else than an eager one"):
-        found, y = run(True)
-    assert found == pytest.approx(expected, rel=1e-12)
-    torch.testing.assert_close(y, x)
-
-
-@pytest.mark.slow
-def test_a_step_with_evaluations_that_were_not_compared_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(compile: bool) -> tuple[float, torch.Tensor, int]:
-        module = net()
-        with make(module, loss_fn=of_the_surroundings, optimizer="lbfgs", compile=compile) as opt:
-            for _ in range(5):
+    def run(compile: bool) -> tuple[list[float], torch.Tensor, int]:
+        with make(net(), loss_fn=of_the_surroundings, optimizer=optimizer, compile=compile) as opt:
+            losses = [opt.step(X, Y) for _ in range(warm)]
+            for _ in range(0 if warm else 5):
                 opt.load(X, Y)
                 opt.evaluate()
             with monkeypatch.context() as patch:
                 patch.setattr(ambient, "FACTOR", 2.0)
-                return opt.step(X, Y), opt.parameters.clone(), opt.eval_counter
+                losses += [opt.step(X, Y) for _ in range(2 if warm else 1)]
+            return losses, opt.parameters.clone(), opt.eval_counter
 
     expected, x, evaluations = run(False)
-    with pytest.warns(UserWarning, match="the step is made anew"):
+    with pytest.warns(UserWarning, match=words):
         found, y, mine = run(True)
-    assert found == pytest.approx(expected, rel=1e-9)
+    assert found == pytest.approx(expected, rel=1e-9) and mine == evaluations
     torch.testing.assert_close(y, x)
-    assert mine == evaluations
 
 
 def branches(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

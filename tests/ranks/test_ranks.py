@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from functools import cache
 from pathlib import Path
 
@@ -79,10 +78,8 @@ def test_what_one_rank_raises_all_raise_and_go_on(what: str, kinds: list[str]) -
 @pytest.mark.sampled
 @pytest.mark.parametrize("when", ["in", "before", "after"])
 def test_a_rank_that_is_killed_is_an_error_of_all_others(when: str) -> None:
-    began = time.monotonic()
     for line in program("lost", "kill", when, 60, size=3 if when == "in" else 2, lacking=1):
         assert line.startswith("NodeLostError rank ") and "has ended" in line
-    assert time.monotonic() - began < 60
 
 
 @pytest.mark.slow
