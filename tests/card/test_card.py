@@ -50,6 +50,8 @@ def there(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 def short(optimizer: str) -> Any:
     """The optimizer of that name, with few iterations in a step."""
     ours = {"cg": CG, "lbfgs": LBFGS, "ssbroyden": SSBroyden, "lm": LevenbergMarquardt}
+    if optimizer == "torch's lbfgs":
+        return lambda params: torch.optim.LBFGS(params, max_iter=3, line_search_fn="strong_wolfe")
     kind: Any = ours.get(optimizer)
     return optimizer if kind is None else lambda params: kind(params, max_iter=8)
 
@@ -60,7 +62,7 @@ def net(device: torch.device) -> nn.Module:
 
 
 def made(device: torch.device, **options: Any) -> BatchOptimizer:
-    if "residual" not in options:
+    if not options.keys() & {"residual", "terms"}:
         options["loss_fn"] = square
     return BatchOptimizer(net(device), **{"optimizer": None, **options})
 
@@ -71,7 +73,8 @@ def both(do: Callable[[BatchOptimizer, torch.Tensor, torch.Tensor], Any], device
     for there in (CPU, device):
         with made(there, **options) as opt:
             x, y = (tensor.to(there) for tensor in data())
-            opt.load(x, y)
+            if "terms" not in options:
+                opt.load(x, y)
             results = do(opt, x, y)
             found.append([torch.as_tensor(result, dtype=torch.float64).cpu() for result in results])
     torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-12)
@@ -82,18 +85,10 @@ def test_f_and_its_gradient(device: torch.device, chunk_size: int | None) -> Non
     both(lambda opt, x, y: [opt.evaluate(), opt.grad_parameters], device, chunk_size=chunk_size)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adam", "cg", "lbfgs", "ssbroyden", "lm"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "cg", "lbfgs", "ssbroyden", "lm", "torch's lbfgs"])
 def test_steps(device: torch.device, optimizer: str) -> None:
     options: dict[str, Any] = {"residual": residual} if optimizer == "lm" else {}
     both(lambda opt, x, y: [opt.step(x, y) for _ in range(3)], device, optimizer=short(optimizer), **options)
-
-
-def torchs(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.LBFGS(params, max_iter=10, line_search_fn="strong_wolfe")
-
-
-def test_steps_of_torchs_lbfgs(device: torch.device) -> None:
-    both(lambda opt, x, y: [opt.step(x, y)], device, optimizer=torchs)
 
 
 def ones(opt: BatchOptimizer, *shape: int) -> torch.Tensor:
@@ -140,10 +135,6 @@ def test_check_compares_what_is_recorded(recorded: list[Any], device: torch.devi
 # ---- a batch that is elsewhere
 
 
-def items(x: torch.Tensor, y: torch.Tensor) -> Pairs:
-    return Pairs(x, y)
-
-
 @pytest.mark.parametrize("chunk_size", [None, 7])
 @pytest.mark.parametrize(
     "form",
@@ -181,15 +172,11 @@ def test_a_batch_is_brought_once(simulated: None, device: torch.device) -> None:
 
 
 def test_terms_on_both_sides(device: torch.device) -> None:
-    x, y = data()
-    found = []
-    for there in (CPU, device):
-        with BatchOptimizer(
-            net(there), optimizer=None, terms={"a": Term(square), "b": Term(square, weight=3.0)}
-        ) as opt:
-            opt.load({"a": (x, y), "b": (x.to(there)[:8], y[:8])})
-            found.append(opt.evaluate().item())
-    assert found[1] == pytest.approx(found[0], rel=1e-12)
+    def do(opt: BatchOptimizer, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+        opt.load({"a": (x, y.cpu()), "b": (x.cpu()[:8], y[:8])})
+        return [opt.evaluate()]
+
+    both(do, device, terms={"a": Term(square), "b": Term(square, weight=3.0)})
 
 
 # ---- devices
@@ -247,7 +234,7 @@ def test_steps_wait_for_what_decides(simulated: None, device: torch.device, opti
 def wide(device: torch.device, **options: Any) -> BatchOptimizer:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 1)).double().to(device)
-    return BatchOptimizer(net, nn.MSELoss(), optimizer=None, **options)
+    return BatchOptimizer(net, **{"criterion": nn.MSELoss(), "optimizer": None, **options})
 
 
 @pytest.fixture
@@ -287,15 +274,23 @@ def test_chunks_fit_into_what_there_is(memory: None, device: torch.device, batch
         assert room is None or room / 16 < taken < room
 
 
-def test_what_was_measured_may_not_be_enough(memory: None, device: torch.device, batch: Any) -> None:
-    with wide(device, chunk_size="auto") as opt:
-        x, y = (tensor.to(device) for tensor in batch)
+@pytest.mark.parametrize("large", [False, True])
+def test_what_was_measured_may_not_be_enough(memory: None, device: torch.device, batch: Any, large: bool) -> None:
+    """Of many samples, nor of a few that are large."""
+    if large:
+        torch.manual_seed(0)
+        x, y = torch.rand(20, 50_000).double().to(device), torch.rand(20, 1).double().to(device)
+        line = nn.Sequential(nn.Tanh(), nn.Linear(50_000, 1)).double().to(device)
+        opt = BatchOptimizer(line, nn.MSELoss(), optimizer=None, chunk_size="auto", graph=False)
+    else:
+        (x, y), opt = (tensor.to(device) for tensor in batch), wide(device, chunk_size="auto")
+    with opt:
         opt.load(x, y)
         whole = opt.evaluate().item()
-        card.limit(card.counts().allocated + 8_000_000)  # somebody else needs it now
+        card.limit(card.counts().allocated + (6_000_000 if large else 8_000_000))  # somebody else needs it now
         assert opt.evaluate().item() == pytest.approx(whole, rel=1e-12)
-        assert len(opt._function.loaded().plan.cut.bounds) > 2
         assert opt.predict(x).shape == y.shape
+        assert len(opt._function.loaded().plan.cut.bounds) > 2
 
 
 def test_a_task_that_runs_out_of_memory_before_anything_was_measured_is_cut(
@@ -309,27 +304,12 @@ def test_a_task_that_runs_out_of_memory_before_anything_was_measured_is_cut(
         assert opt.predict(x).shape == y.shape
 
 
-def test_few_samples_that_are_large_are_cut_once_they_do_not_fit(memory: None, device: torch.device) -> None:
-    torch.manual_seed(0)
-    x, y = torch.rand(20, 50_000).double().to(device), torch.rand(20, 1).double().to(device)
-    line = nn.Sequential(nn.Tanh(), nn.Linear(50_000, 1)).double().to(device)
-    with BatchOptimizer(line, nn.MSELoss(), optimizer=None, chunk_size="auto", graph=False) as opt:
-        opt.load(x, y)
-        whole = opt.evaluate().item()
-        card.limit(card.counts().allocated + 6_000_000)
-        assert opt.evaluate().item() == pytest.approx(whole, rel=1e-12)
-        assert opt.predict(x).shape == y.shape
-        assert len(opt._function.loaded().plan.cut.bounds) > 2
-
-
 def test_a_loss_that_depends_on_the_cut_is_not_cut(memory: None, device: torch.device, batch: Any) -> None:
     def spread(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = module(x).std()
         return found
 
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 1)).double().to(device)
-    with BatchOptimizer(net, loss_fn=spread, optimizer=None, chunk_size="auto") as opt:
+    with wide(device, criterion=None, loss_fn=spread, chunk_size="auto") as opt:
         x, y = batch[0].to(device), batch[1].to(device)
         opt.load(x, y)
         whole = opt.evaluate().item()
