@@ -16,16 +16,22 @@ from batchopt import BatchOptimizer, Sample, Worker
 from tests.workloads import mlp
 
 
-def steps(backend: str, parallelize: int, count: int = 2, **options: Any) -> str:
-    """The fingerprint of some steps of L-BFGS, with dropout."""
+def steps(
+    backend: str,
+    parallelize: int,
+    count: int = 2,
+    after: Callable[[BatchOptimizer, int], object] = lambda opt, step: None,
+    **options: Any,
+) -> str:
+    """The fingerprint of some steps of L-BFGS, with dropout; `after` is called after each of them."""
     case = mlp(samples=96)
     torch.manual_seed(1)
     module = nn.Sequential(case.module, nn.Dropout(0.2), nn.Linear(4, 4).double())
-    with BatchOptimizer(
-        module, case.criterion, parallelize=parallelize, backend=backend, chunk_size=4, **options
-    ) as opt:
-        for _ in range(count):
+    given = {"parallelize": parallelize, "backend": backend, "chunk_size": 4, **options}
+    with BatchOptimizer(module, case.criterion, **given) as opt:
+        for step in range(count):
             opt.step(case.inputs, case.targets)
+            after(opt, step)
         return opt.fingerprint()
 
 

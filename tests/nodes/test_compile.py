@@ -13,8 +13,8 @@ from torch import nn
 
 from batchopt import BatchOptimizer, CompileError
 from tests.nodes import local
+from tests.nodes.disturbance import steps
 from tests.nodes.test_nodes import node_of
-from tests.workloads import mlp
 
 pytestmark = [
     pytest.mark.timeout(240),
@@ -34,28 +34,18 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         local.end()
 
 
-def steps(backend: str, parallelize: int, count: int = 3, **options: Any) -> tuple[str, str]:
-    """The fingerprint of some steps of L-BFGS, with dropout, and what is said in the end."""
-    case = mlp(samples=96)
-    torch.manual_seed(1)
-    module = nn.Sequential(case.module, nn.Dropout(0.2), nn.Linear(4, 4).double())
-    given = {"chunk_size": 8, "compile": True, **options}
-    with BatchOptimizer(module, case.criterion, parallelize=parallelize, backend=backend, **given) as opt:
-        for step in range(count):
-            if step == 1 and backend == "local nodes":
-                node_of(opt.workers[0].pid).kill()
-            opt.step(case.inputs, case.targets)
-        return opt.fingerprint(), repr(opt)
-
-
 @pytest.mark.slow
 def test_bits_are_those_of_one_process_also_after_a_node_was_killed() -> None:
-    (expected, _), (eager, _) = steps("serial", 1), steps("serial", 1, compile=False)
-    assert expected != eager
+    def after(opt: BatchOptimizer, step: int) -> None:
+        assert "compiled (inductor" in repr(opt)
+        if step == 0:
+            node_of(opt.workers[0].pid).kill()
+
+    options: dict[str, Any] = {"count": 3, "chunk_size": 8}
+    expected = steps("serial", 1, compile=True, **options)
+    assert expected != steps("serial", 1, **options)
     for workers in (1, 2, 3):
-        found, said = steps("local nodes", workers)
-        assert found == expected
-        assert "compiled (inductor" in said
+        assert steps("local nodes", workers, compile=True, after=after, **options) == expected
 
 
 def test_a_changed_program_is_compiled_again_or_said_not_to_be() -> None:
