@@ -104,11 +104,13 @@ def differ(how: str) -> None:
 
 
 class Counting(Net):
-    """With attributes that forwards write, each rank its own, and others that differ without a difference in f."""
+    """With attributes that forwards write, each rank its own, others that differ without a difference in f, and a
+    sparse buffer."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(8)
         self.calls, self.lengths, self.last = 0, {0: 0}, None
+        self.register_buffer("mix", torch.eye(2).to_sparse())
         self.device, self.names = f"cuda:{rank}", {"a", "b"} if rank else {"b", "a"}
         for _ in range(rank):
             self.register_forward_hook(lambda *_: None).remove()

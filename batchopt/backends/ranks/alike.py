@@ -84,11 +84,15 @@ class Alike:
         self._looks = False
 
     def _state_digest(self) -> str:
-        """Return a checksum of the tensors outside X; computed again after they were written."""
+        """Return a checksum of the tensors outside X; computed again after they were written, or if one is sparse."""
         tensors = self._program.tensors(self._setup.parameters)
-        marks = [(tensor.data_ptr(), tensor._version) for tensor in tensors]
+        dense = [tensor if tensor.layout is torch.strided else tensor.detach().to_dense() for tensor in tensors]
+        marks = [
+            (own.data_ptr() if own is tensor else object(), own._version)
+            for own, tensor in zip(dense, tensors, strict=True)
+        ]
         if self._state is None or self._state[0] != marks:
-            self._state = marks, checksum(tensors)
+            self._state = marks, checksum(dense)
         return self._state[1]
 
     def differences(self, calls: Sequence[Call | None]) -> str:
