@@ -124,6 +124,8 @@ def levenberg_marquardt(
             if lower < f:
                 break
             damping, growth = damping * growth, growth * 2
+            if damping > 1e16:  # f has no more digits to lose
+                return points
         gain = (f - lower) / -(2 * step @ v + step @ h @ step).item()
         damping, growth = damping * (0.1 if abs(gain - 1) < 0.1 else max(1 / 3, 1 - (2 * gain - 1) ** 3)), 2.0
         x = x + step

