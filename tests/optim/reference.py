@@ -111,7 +111,8 @@ def levenberg_marquardt(
 ) -> list[torch.Tensor]:
     """The accepted points of Levenberg-Marquardt with the damping of Nielsen, 1999, scaled by the largest diagonals so
     far; f is the mean of the squares."""
-    growth, scale, points = 2.0, torch.zeros_like(x), []
+    growth, scale = 2.0, torch.zeros_like(x)
+    points: list[torch.Tensor] = []
     for _ in range(iterations):
         r = residuals(x)
         j = torch.func.jacrev(residuals)(x)
