@@ -274,11 +274,12 @@ def test_a_hundred_replaced_workers_leave_no_descriptor_and_no_process() -> None
         opt.step(case.inputs, case.targets)
         opt.run_on_workers(lambda worker: None)
         before = psutil.Process().num_fds()
-        for round_ in range(15):  # a worker has one to four blocks of rows, as it happens
+        for round_ in range(15):
             os.kill(opt.workers[round_ % 2].pid, signal.SIGKILL)
             opt.step(case.inputs, case.targets)
             opt.run_on_workers(lambda worker: None)  # waits for the new one
-        assert psutil.Process().num_fds() <= before + 2
+        # a worker has one to four blocks of rows, as it happens; one that is lost would leave more than 15
+        assert psutil.Process().num_fds() <= before + 6
         workers = [child for child in psutil.Process().children(recursive=True) if not is_fork_server(child.pid)]
         assert len(workers) == 2
         assert sum(worker.restarts for worker in opt.workers) == 15
