@@ -139,7 +139,7 @@ class SerialBackend(Backend):
         evaluator.loaded, evaluator.loss.weights = loaded, weights
         if self._evaluator.walk.place is not None:
             self._evaluator.walk.place.forget()
-        if not self._follow():
+        if not self._follow() and self._rows.changes != self._setup.buffers.size:
             self._fit_rows()  # a buffer of before this object may count only from this step on
 
     def begin_task(self, task: Task, batch: Batch | None, follow: bool) -> bool:
