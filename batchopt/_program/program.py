@@ -32,21 +32,20 @@ class PickledProgram:
         self.program, self._parameters = program, parameters
         self._take(_packed(program, parameters))
 
-    def resync(self, program: Program) -> bool:
-        """Take over the user's changes in `program` or in what it refers to; elements of tensors are not compared.
-        Return whether `packed` is a new one; its `data` is a new object only if the workers need it.
+    def resync(self, program: Program) -> None:
+        """Take over the user's changes in `program` or in what it refers to; elements of tensors are not compared. The
+        `data` of `packed` is a new object only if the workers need it.
 
         Raise `TypeError` for a program that can no longer be sent, and `ValueError` for a tensor over the memory of X.
         """
         unchanged = program is self.program and not self._derived and self._snapshot.holds()
         if unchanged and not any(map(_has_another_form, self.packed.tensors, self.packed.placements)):
-            return False
+            return
         packed, before = _packed(program, self._parameters), self.packed
         if (packed.data, packed.placements) == (before.data, before.placements):
             packed = replace(packed, data=before.data, placements=before.placements)
         self.program = program
         self._take(packed)
-        return True
 
     def _take(self, packed: Packed) -> None:
         self.packed = packed

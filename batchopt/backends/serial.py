@@ -107,17 +107,13 @@ class SerialBackend(Backend):
     def _make_rows(self, count: int) -> Rows:
         return Rows(self._setup.flat.layout, self._setup.buffers.size, count, device=self._worker.device)
 
-    def _fit_rows(self) -> None:
-        """Make room for the buffers that there are."""
-        if self._rows.changes != self._setup.buffers.size:
-            self._rows, self._over = self._make_rows(len(self._rows)), None
-
     def _rebuild(self) -> None:
         """Take over changes of the module: other tensors to watch, other numbers that report its state."""
         self._watch()
         self._evaluator.look_again()
         self._version = object()
-        self._fit_rows()
+        if self._rows.changes != self._setup.buffers.size:
+            self._rows, self._over = self._make_rows(len(self._rows)), None
         self._last = None
 
     def _follow(self) -> bool:
@@ -140,7 +136,7 @@ class SerialBackend(Backend):
         if self._evaluator.walk.place is not None:
             self._evaluator.walk.place.forget()
         if not self._follow() and self._rows.changes != self._setup.buffers.size:
-            self._fit_rows()  # a buffer of before this object may count only from this step on
+            self._rebuild()  # a buffer that was there before this object may count only from this step on
 
     def begin_task(self, task: Task, batch: Batch | None, follow: bool) -> bool:
         # What cannot be compared (a sparse buffer, say) is evaluated where it is: the next step looks at it again.
