@@ -12,12 +12,14 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import psutil
 import pytest
 
 from batchopt.backends.process import forkserver
+from batchopt.backends.process.group import WorkerGroup
 from tests import preload
 
 pytest.register_assert_rewrite("tests.backends.contract")
@@ -161,9 +163,18 @@ def nothing_left_behind() -> Iterator[None]:
 
 @pytest.fixture
 def nobody_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who is given a chunk evaluates it. On a busy machine a worker may be late, and another takes its chunks."""
+    """Who is given a chunk evaluates it. On a busy machine a worker may be late, or not yet heard of its last report,
+    and another takes its chunks."""
     monkeypatch.setattr("batchopt.backends.process.scheduler.PATIENCE", 1e9)
     monkeypatch.setattr("batchopt.backends.process.scheduler.WORTHWHILE", 1e9)
+    gather = WorkerGroup._gather
+
+    def gather_when_idle(self: WorkerGroup, of: Any, *rest: Any) -> None:
+        if not of.scheduler.workers:  # none was rung
+            self._pool.wait()
+        gather(self, of, *rest)
+
+    monkeypatch.setattr(WorkerGroup, "_gather", gather_when_idle)
 
 
 @pytest.fixture
