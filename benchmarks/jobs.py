@@ -44,6 +44,8 @@ class Job:
     needs: tuple[str, ...] = ()
 
 
+# A peer whose linear algebra is on one thread, which short vectors may be faster on.
+ALONE = ", OpenBLAS on one thread"
 _LBFGS: dict[str, Way] = {OURS: job_ways.ours(job_ways.lbfgs), "torch L-BFGS": job_ways.torch_lbfgs}
 JOBS = {
     "digits, convolutions": Job(job_tasks.convolutions, 1e-2, {**_LBFGS, "torch Adam": job_ways.torch_adam}),
@@ -81,7 +83,11 @@ JOBS = {
     "conductivity between bounds": Job(
         job_tasks.rod,
         2e-4,
-        {OURS: job_ways.scipy_and_workers, "SciPy and torch": job_ways.scipy_and_torch},
+        {
+            OURS: job_ways.scipy_and_workers,
+            "SciPy and torch": job_ways.scipy_and_torch,
+            f"SciPy and torch{ALONE}": job_ways.scipy_and_torch,
+        },
     ),
 }
 
@@ -109,7 +115,8 @@ def run_apart(name: str, way: str, goal: float, limit: float) -> dict[str, Any]:
     """The same in a process of its own."""
     order = json.dumps([name, way, goal, time.time(), limit])
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.jobs", "--one", order]
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"} if way.endswith(ALONE) else None
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
