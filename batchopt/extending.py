@@ -23,6 +23,7 @@ from batchopt._function.engine import Engine
 from batchopt._function.hogwild import HogwildResult as HogwildResult
 from batchopt._function.observer import Evaluated as Evaluated
 from batchopt._function.observer import Observer as Observer
+from batchopt._function.observer import Stepped as Stepped
 from batchopt._function.prediction import Scored as Scored
 from batchopt._function.prediction import Scoring as Scoring
 from batchopt._function.prepared import PreparedBatch as PreparedBatch

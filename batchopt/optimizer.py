@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
@@ -11,24 +12,24 @@ import torch
 from batchopt._checkpoint import file
 from batchopt._data import arguments
 from batchopt._data.terms import Term
-from batchopt._function.attempt import Attempt
 from batchopt._function.closure import of_second_derivatives
-from batchopt._function.compilation import Abandoned
+from batchopt._function.ending import Ending
 from batchopt._function.engine import Engine
-from batchopt._function.observer import Trial, Trials
 from batchopt._function.prepared import PreparedBatch, prepared
 from batchopt._function.resumption import ENTRIES, resume, state_of
 from batchopt._function.settings import Settings
+from batchopt._function.stepping import Stepping
 from batchopt._function.workers import anticipate
 from batchopt._machine.cores import torch_threads
 from batchopt._machine.ownership import exclusive
 from batchopt._mapreduce.reduce import LARGE
 from batchopt._program.flat_module import FlatModule
 from batchopt._program.flatten import trainable
-from batchopt.errors import TRAINER_ADVICE, CheckpointError
+from batchopt.errors import TRAINER_ADVICE, BatchoptError, CheckpointError
 from batchopt.evaluations import Evaluations
+from batchopt.extras.history import History
 from batchopt.optim.choose import OptimizerChoice, check_choice, check_goes_by_any_gradient, choose_optimizer
-from batchopt.optim.minimizer import Minimizer
+from batchopt.optim.minimizer import Minimizer, Result
 from batchopt.optim.rollback import Rollback
 from batchopt_workers.data.items import Collate
 from batchopt_workers.map.objective import LossFunction
@@ -111,6 +112,16 @@ class BatchOptimizer(Evaluations):
         seed: of all random draws in the workers, which depend on it, the step and the chunk alone.
         on_nonfinite: `"raise"`, the default: a loss or gradient that is not finite raises `NonFiniteError`. `"return"`:
             the loss is infinity, for a line search that can backtrack.
+        history: `True`: `history` keeps a row for each accepted point of an optimizer of batchopt, or each step of
+            another one; a number: each k-th. Default: none.
+        on_interrupt: after Ctrl-C in a step of an optimizer of batchopt: `"keep"`, the default, ends it at the best
+            point that it found, with its curvature, counters and buffers, and raises `KeyboardInterrupt`;
+            `"undo"` puts everything back, as after any other exception.
+        stop_on: names of signals, such as `("SIGTERM", "SIGUSR1")`, by which a job is told that it ends soon: the step
+            that is going on is `paused` at its next accepted point, every later one after its first evaluation;
+            `stopped` has the name. From here to `close`, in the main thread; a handler that was there before is called,
+            too, and put back. Workers ignore the signals that this process handles. Of ranks one is enough for all.
+            Default: none.
         nonfinite_errors: classes of exceptions, such as `torch.linalg.LinAlgError`, by which the module or a loss
             signals that f has no value at X: an evaluation that raises one has a loss that is not finite. The
             optimizers of batchopt then try a shorter step, also with `on_nonfinite="raise"`. Default: none.
@@ -174,6 +185,9 @@ class BatchOptimizer(Evaluations):
         max_restarts: int | None = None,
         seed: int = 0,
         on_nonfinite: str = "raise",
+        on_interrupt: Literal["keep", "undo"] = "keep",
+        history: bool | int = False,
+        stop_on: Sequence[str] = (),
         nonfinite_errors: type[Exception] | Sequence[type[Exception]] = (),
         verbose: int = 0,
         check_cut: bool = True,
@@ -190,70 +204,113 @@ class BatchOptimizer(Evaluations):
         self.optimizer = choose_optimizer(optimizer, subject.parameters)
         if settings.compress is not None:
             check_goes_by_any_gradient(self.optimizer)
-        super().__init__(Engine(subject, settings))
+        me = weakref.proxy(self)
+        agree = (lambda why: me._function.workers.backend.first(why)) if settings.backend_class.has_peers else None
+        ending = Ending(settings.stop_on, agree)  # first: workers ignore these signals
+        weakref.finalize(self, ending.close)
+        try:
+            super().__init__(Engine(subject, settings))
+        except BaseException:
+            ending.close()
+            raise
         self._rollback = Rollback(subject.x, self.optimizer)
+        self._stepping = Stepping(self._function, self._rollback, ending)
+        self._history = History(settings.history) if settings.history else None
+        if self._history is not None:
+            self._function.observers.add(self._history)
 
     # ---- steps
 
     @exclusive
-    def step(self, inputs: Any, targets: Any = None, options: Sequence[Any] | None = None) -> float:
+    def step(
+        self,
+        inputs: Any,
+        targets: Any = None,
+        options: Sequence[Any] | None = None,
+        *,
+        time_limit: float | None = None,
+    ) -> float:
         """Load the batch and optimize on it once; return `output`: the loss of the final parameters, whenever in the
         step they were evaluated.
 
+        time_limit: seconds after which an optimizer of batchopt pauses the step, at its next accepted point: see
+        `paused`. Default: none.
+
         An optimizer that moves after its last evaluation (SGD, and any method with fixed steps) ends at parameters that
-        were not evaluated: then it is the loss of the last evaluation. After any exception, Ctrl-C included,
-        parameters, buffers, counters and the optimizer's state are as before.
+        were not evaluated: then it is the loss of the last evaluation. After an exception parameters, buffers, counters
+        and the optimizer's state are as before, but for Ctrl-C with `on_interrupt="keep"`.
 
         >>> losses = [opt.step(x, y) for _ in range(3)]
         >>> losses[0] > losses[1] > losses[2] == opt.output
         True
         """
+        if time_limit is not None:
+            time_limit = arguments.read("time_limit", time_limit)
         if isinstance(inputs, PreparedBatch):
             inputs.check_alone(targets, options)
-            return self._step_on(inputs)
-        return self._step(lambda: self.load(inputs, targets, options))
+            return self._step_on(inputs, time_limit)
+        return self._step(lambda: self.load(inputs, targets, options), time_limit)
 
-    def _step(self, load: Callable[[], None]) -> float:
-        function, rollback = self._function, self._rollback
+    def _step(self, load: Callable[[], None], time_limit: float | None = None) -> float:
+        function, owner = self._function, self._owner
         function.check_open()
         function.end_step()
-        owner = self._owner
         outer_work, owner.doing = owner.doing, owner.doing or "a step"
+        own = type(self).optimize is BatchOptimizer.optimize
+        minimizer = self.optimizer if own and isinstance(self.optimizer, Minimizer) else None
         try:
-            rollback.take()
-            try:
-                with Attempt(function, "step"):
-                    load()
-                    reports = self._optimizer_reports
-                    trials = Trials(function.subject.x, function.subject.parameters, reports)
-                    outer, function.observers.trials = function.observers.trials, trials
-                    try:
-                        self.optimize()
-                    finally:
-                        function.observers.trials = outer
-                    left = self._left(trials) if reports else trials.left(rollback.start)
-                    function.end_step()
-                    function.stepped(left)
-            except BaseException as error:
-                function.subject.bind()
-                rollback.back()
-                if not isinstance(error, Abandoned):
-                    raise
-                return self._step(load)
+            return self._stepping.make(load, self.optimize, minimizer, time_limit)
         finally:
             owner.doing = outer_work
-        return function.history.counters.loss
+
+    def stop(self) -> None:
+        """Pause the step that is going on, or else the next one, at its next accepted point, and end `steps` with it.
+
+        May be called by a callback, a signal handler or another thread. It pauses steps of batchopt's optimizers;
+        others make their step first. Raises `BatchoptError` on ranks, unless `stop_on` or the step's `time_limit` has
+        them ask each other.
+
+        >>> opt.stop()
+        >>> loss = opt.step(x, y)
+        >>> opt.stopped, opt.optimizer.result.iterations
+        ('stop()', 0)
+        """
+        self._stepping.ending.ask()
 
     @property
-    def _optimizer_reports(self) -> bool:
-        """Tell whether the optimizer identifies the evaluation of the final parameters, as `Minimizer` does."""
-        return isinstance(self.optimizer, Minimizer) and type(self).optimize is BatchOptimizer.optimize
+    def stopped(self) -> str | None:
+        """Why the last step ended early, or was the last one of `steps`: `"stop()"`, the name of a signal, or the time
+        limit; None if nobody has asked. The same on all ranks."""
+        return self._stepping.ending.why
 
-    def _left(self, trials: Trials) -> Trial | None:
-        """Return the evaluation at the parameters after the step, if there was one, as the optimizer identifies it."""
-        if isinstance(self.optimizer, Minimizer) and self.optimizer.result is not None:
-            return trials.number(self.optimizer.result.number, self.optimizer.result.evaluations)
-        return trials.left(self._rollback.start)
+    @property
+    def result(self) -> Result | None:
+        """The outcome of the last step of an optimizer of batchopt; None before, and for other optimizers."""
+        return self.optimizer.result if isinstance(self.optimizer, Minimizer) else None
+
+    @property
+    def history(self) -> History:
+        """The course of the run so far, with `history=True`. Raises `BatchoptError` without.
+
+        >>> with batchopt.BatchOptimizer(torch.nn.Linear(3, 1), torch.nn.MSELoss(), history=True) as opt:
+        ...     loss = opt.step(torch.randn(50, 3), torch.randn(50, 1))
+        >>> opt.history["f"][-1] == opt.output, len(opt.history) == opt.result.iterations
+        (True, True)
+        """
+        if self._history is None:
+            raise BatchoptError("nothing was kept: give BatchOptimizer(..., history=True), or each k-th by history=k")
+        return self._history
+
+    @property
+    def paused(self) -> bool:
+        """True if the last step was ended before its optimizer would have. Its batch does not count yet: the next step
+        on it, also of another process that has loaded what this one saved, makes the rest, with the same iterates, and
+        with `chunk_size` the same bits."""
+        return self._stepping.ending.paused
+
+    def close(self) -> None:
+        self._stepping.ending.close()
+        super().close()
 
     def steps(self, batches: Iterable[Any]) -> Iterator[float]:
         """Step on each of `batches`, and yield its loss; the next batch is read and copied to the workers while they
@@ -262,7 +319,8 @@ class BatchOptimizer(Evaluations):
         Each batch is a tuple or list `(inputs,)`, `(inputs, targets)` or `(inputs, targets, options)`, as made by a
         `DataLoader`; anything else is the inputs. With `terms` each batch is a dict with one of these for each term.
         Exceptions of `batches` are raised when that batch is due. `Batches` continue from their position to the end of
-        the epoch, and count a batch when its step is complete. Raises what `step` raises.
+        the epoch, and count a batch when its step is complete. Ends after a step that was `stopped`. Raises what `step`
+        raises.
 
         >>> loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=50)
         >>> losses = list(opt.steps(loader))
@@ -271,12 +329,15 @@ class BatchOptimizer(Evaluations):
         """
         for batch in self.prepared(batches):
             yield self._step_on(batch)
+            if self.stopped:
+                return
 
     @exclusive
-    def _step_on(self, batch: PreparedBatch) -> float:
+    def _step_on(self, batch: PreparedBatch, time_limit: float | None = None) -> float:
         prepared = batch.take(self._function)
-        loss = self._step(lambda: self._function.begin(prepared, batch.rows))
-        batch.finish()
+        loss = self._step(lambda: self._function.begin(prepared, batch.rows), time_limit)
+        if not self.paused:
+            batch.finish()
         return loss
 
     def prepared(
@@ -301,7 +362,10 @@ class BatchOptimizer(Evaluations):
         else:
             try:
                 with torch_threads(1 if self._fixes_threads else None):
-                    self.optimizer.step(self.closure)  # type: ignore[arg-type]  # annotated as returning a float
+                    if isinstance(self.optimizer, Minimizer):
+                        self.optimizer.step(self.closure, watch=self._stepping)
+                    else:
+                        self.optimizer.step(self.closure)  # type: ignore[arg-type]  # annotated as returning a float
             except RuntimeError as error:
                 found = of_second_derivatives(self.optimizer, error)
                 if found is None:
@@ -420,7 +484,8 @@ class BatchOptimizer(Evaluations):
         handler in the middle of one, it raises `BatchoptError`.
         """
         self._owner.check_between_steps("state_dict")
-        return state_of(self._function, self.optimizer)
+        past = {} if self._history is None else {"course": self._history.state_dict()}
+        return {**state_of(self._function, self.optimizer), **past}
 
     @exclusive
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -433,6 +498,8 @@ class BatchOptimizer(Evaluations):
         self._function.check_open()
         self._owner.check_between_steps("load_state_dict")
         resume(self._function, self.optimizer, self._rollback, state)
+        if self._history is not None:
+            self._history.load_state_dict(state.get("course", {"rows": [], "seconds": 0.0}))
 
     @exclusive
     def save(

@@ -7,6 +7,7 @@ import functools
 import inspect
 import math
 import os
+import signal
 from collections.abc import Callable, Collection, Sequence
 from numbers import Real
 from typing import Any, ParamSpec
@@ -57,6 +58,11 @@ def _read_compile(name: str, value: Any) -> bool | str:
     return value  # type: ignore[no-any-return]
 
 
+def _read_history(name: str, value: Any) -> int:
+    """Return the interval of kept iterations; 0: none are."""
+    return int(value) if isinstance(value, bool) else read_count(name, value)
+
+
 def read_positive(name: str, value: Any, what: str = "number") -> float:
     """Return a positive finite number. Raise `TypeError` for anything but a number, `ValueError` for any other one."""
     needed = f"`{name}` must be a positive {what}, got {value!r}"
@@ -100,18 +106,35 @@ def _one_of(*values: str | int) -> Reader:
     return read
 
 
+def _read_signals(name: str, value: Any) -> tuple[signal.Signals, ...]:
+    """Return the signals of these names."""
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise TypeError(f"`{name}` must be a sequence of names of signals, as ('SIGTERM', 'SIGUSR1'), got {value!r}")
+    for one in value:
+        if one not in signal.Signals.__members__ or one in ("SIGKILL", "SIGSTOP", "SIGCHLD"):
+            raise ValueError(f"`{name}` has {one!r}: it must be the name of a signal that can be handled, as 'SIGTERM'")
+    return tuple(dict.fromkeys(signal.Signals[one] for one in value))
+
+
 Reader = Callable[[str, Any], Any]
 # Arguments that may be None, and those that may not.
 _OPTIONAL: dict[str, Reader] = {
     **dict.fromkeys(("threads_per_worker", "batch_size"), read_count),
     "chunk_size": _read_chunk_size,
-    **{"timeout": functools.partial(read_positive, what="number of seconds or None"), "train": read_bool},
+    **dict.fromkeys(("timeout", "time_limit"), functools.partial(read_positive, what="number of seconds or None")),
+    "train": read_bool,
     **{"max_restarts": functools.partial(read_count, least=0)},
 }
 _NEEDED: dict[str, Reader] = {
     **dict.fromkeys(("cache", "check_cut", "shuffle", "drop_last", "graph"), read_bool),
     **{"seed": functools.partial(read_count, least=0), "verbose": _one_of(0, 1, 2, 3)},
-    **{"compile": _read_compile, "on_nonfinite": _one_of("raise", "return"), "nonfinite_errors": _read_classes},
+    **{
+        "history": _read_history,
+        "compile": _read_compile,
+        "on_nonfinite": _one_of("raise", "return"),
+        "nonfinite_errors": _read_classes,
+    },
+    **{"stop_on": _read_signals, "on_interrupt": _one_of("keep", "undo")},
 }
 
 

@@ -425,11 +425,15 @@ class Engine:
             self.subject.buffers.take_over(step.changes)
             self.step = step._replace(changes=None, ended=True)
 
-    def stepped(self, left: Trial | None) -> None:
-        """Count an optimizer's step on the loaded batch; `left`: the evaluation at the final parameters."""
+    def stepped(self, left: Trial | None, paused: bool = False) -> None:
+        """Count an optimizer's step on the loaded batch; `left`: the evaluation at the final parameters. A step that
+        was `paused` is counted once another one has finished it."""
         step, (counters, *others) = self.step or self.loaded(), self.history
         found = counters if left is None else left
-        self.history = History(counters.stepped(step.batch.size, found.loss, found.terms), *others)
+        if paused:
+            self.history = History(counters.paused(found.loss, found.terms), *others)
+        else:
+            self.history = History(counters.stepped(step.batch.size, found.loss, found.terms), *others)
 
     @contextmanager
     def at_start(self) -> Iterator[None]:

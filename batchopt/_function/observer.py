@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from batchopt._mapreduce.answers import Answer
+from batchopt.optim.minimizer import Iteration
 
 
 class Evaluated(NamedTuple):
@@ -28,6 +29,16 @@ class Evaluated(NamedTuple):
     ended: float
 
 
+class Stepped(NamedTuple):
+    """A step that has ended: the `batches` and `evaluations` so far, the `loss`, and whether its accepted points were
+    told (`is_followed`)."""
+
+    batches: int
+    evaluations: int
+    loss: float
+    is_followed: bool
+
+
 class Observer:
     """Follows evaluations by overriding events. `looks`: whether it uses the workers' answers."""
 
@@ -41,6 +52,15 @@ class Observer:
 
     def evaluated(self, found: Evaluated) -> None:
         """Handle the end of an evaluation."""
+
+    def step_begins(self) -> None:
+        """Handle the beginning of an optimizer's step."""
+
+    def accepted(self, step: int, point: Iteration) -> None:
+        """Handle a point that an optimizer of batchopt has accepted in the `step`-th step."""
+
+    def step_ended(self, found: Stepped | None) -> None:
+        """Handle the end of a step; None: it was undone, as after an exception."""
 
     def did(self, name: str, began: float) -> None:
         """Handle a finished piece of work in this process, which began at that `time.perf_counter`."""

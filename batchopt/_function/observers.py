@@ -29,7 +29,13 @@ class Observers:
         self.of_beginnings = [o.begins for o in self._all if type(o).begins is not Observer.begins]
         self._busy = [o.busy for o in reversed(self._all) if type(o).busy is not Observer.busy]
         self.of_evaluations, self.of_work = bool(self._all), [o for o in self._all if type(o).did is not Observer.did]
+        self.of_steps = [o for o in self._all if type(o).step_ended is not Observer.step_ended]
         self.look = any([observer.looks for observer in self._all])  # an observer uses the workers' answers
+
+    def add(self, observer: Observer) -> None:
+        """Let `observer` follow all evaluations from now on."""
+        self._all.append(observer)
+        self._sort()
 
     @contextmanager
     def including(self, observer: Followed) -> Iterator[Followed]:

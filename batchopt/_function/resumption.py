@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # Entries of every state; `weights` and `optimizer_class` are not in older ones, and `parallelize` only in those of
 # `parallelize="auto"`, `compiled` in those of `compile`. Those of earlier versions may have `residuals`.
 _ENTRIES = ("module", "optimizer", "history", "speeds", "seed")
-ENTRIES = frozenset((*_ENTRIES, "optimizer_class", "weights", "residuals", "parallelize", "compiled"))
+ENTRIES = frozenset((*_ENTRIES, "optimizer_class", "weights", "residuals", "parallelize", "compiled", "course"))
 
 
 def class_of(optimizer: torch.optim.Optimizer | None) -> str | None:
@@ -140,6 +140,7 @@ def check_state(state: Any, optimizer: torch.optim.Optimizer | None, seed: int) 
     _check_speeds(state["speeds"])
     _check_choice(state.get("parallelize"))
     _check_compiled(state.get("compiled", []))
+    _check_course(state.get("course"))
     _check_optimizer(state["optimizer"], state.get("optimizer_class"), optimizer)
 
 
@@ -172,6 +173,14 @@ def _check_choice(choice: Any) -> None:
     found = choice.get("workers"), choice.get("threads") or 1, choice.get("samples")
     if not all(map(_is_count, found)) or 0 in found[:2]:
         raise ValueError(f"`parallelize` of the state is {choice!r}, which is not a valid value")
+
+
+def _check_course(given: Any) -> None:
+    if given is None:
+        return
+    _check_mapping("`course` of the state", given)
+    if not isinstance(given.get("rows"), list) or not isinstance(given.get("seconds"), float):
+        raise ValueError("`course` of the state must have the `rows` and the `seconds` of a history")
 
 
 def _check_compiled(keys: Any) -> None:

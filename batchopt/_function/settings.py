@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -28,7 +29,7 @@ from batchopt_workers.worker import Hook, Precode
 # The arguments that are read one by one.
 _READ = (
     "chunk_size threads_per_worker timeout max_restarts seed on_nonfinite nonfinite_errors verbose cache check_cut "
-    "compile graph"
+    "compile graph stop_on on_interrupt history"
 )
 
 
@@ -67,6 +68,9 @@ class Settings:
     check_cut: bool
     compile: bool | str
     graph: bool
+    stop_on: tuple[signal.Signals, ...]
+    on_interrupt: str
+    history: int
     compress: Compression | None
     automatic: bool = False
     sizes_chunks: bool = False

@@ -64,6 +64,10 @@ class Counters(NamedTuple):
         """Return the counters after a step on a batch of `samples` that ended at this loss."""
         return Counters(self[0], self[1] + 1, self[2] + samples, self[3], loss, self[5], terms, self[7])
 
+    def paused(self, loss: float, terms: Mapping[str, float]) -> Counters:
+        """Return the counters after a step that another one, with the same random draws, is to go on with."""
+        return Counters(*self[:3], self.steps - 1, loss, self.losses, terms, self.products)
+
     def fingerprint(self, parameters: torch.Tensor) -> str:
         """Return the sha256 of the chain, the counters and `parameters` (1-D)."""
         counters = struct.pack("<QQQ", self.evaluations, self.batches, self.samples)

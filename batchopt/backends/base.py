@@ -245,6 +245,13 @@ class Backend(ABC):
         everywhere."""
         return function()
 
+    # Whether other processes make the same calls.
+    has_peers = False
+
+    def first(self, value: T | None) -> T | None:
+        """Return the first value that is not None of those that all who make the same calls give."""
+        return value
+
     def stop(self) -> None:  # noqa: B027  # of use only where a call waits
         """Make a blocked call raise `BatchoptError`, so that `close` can proceed; do nothing if no call waits."""
 

@@ -69,7 +69,8 @@ def fit(
         patience: stop if `eval_loss` (or `loss`, without validation) has not improved for this many epochs; or an
             `EarlyStopping` of another number.
         epoch_0: also validate, write a line and call `on_epoch` before the first epoch.
-        time_limit: stop after this many seconds, including those of the runs that this one resumes.
+        time_limit: stop after this many seconds, including those of the runs that this one resumes; an optimizer of
+            batchopt also in the middle of a step. A run ends after a step that was `opt.stopped`, too.
 
     Returns the state of the engine; `metrics` has the numbers of the last epoch. Exceptions in a step or a callback are
     raised unchanged. A run that was killed at any batch, and resumed, has the same bits as an uninterrupted one; with

@@ -18,7 +18,7 @@ from batchopt.extending import Observer, PreparedBatch, ProgressBar, check_calla
 from batchopt.ignite.checkpoint import Checkpoint
 from batchopt.ignite.monitor import Monitor
 from batchopt.ignite.schedule import Schedule
-from batchopt.ignite.trainer import length_of
+from batchopt.ignite.trainer import Trainer, length_of
 from batchopt.ignite.triggers import EarlyStopping, Filter
 from batchopt.optimizer import BatchOptimizer
 
@@ -102,7 +102,7 @@ class Writing:
 class Loop:
     """Runs the parts at the events of a trainer."""
 
-    def __init__(self, opt: BatchOptimizer, trainer: Engine, batches: Batches, parts: Parts) -> None:
+    def __init__(self, opt: BatchOptimizer, trainer: Trainer, batches: Batches, parts: Parts) -> None:
         self._opt, self._trainer, self._batches, self._parts = opt, trainer, batches, parts
         self._clock, self._mean = Clock(), Mean()
         self._logs = [Writing(log, Mean()) for log in parts.logs]
@@ -113,6 +113,9 @@ class Loop:
 
     def attach(self) -> None:
         """Attach to the events of the trainer and the evaluator."""
+        limit = self._parts.time_limit
+        if limit is not None:
+            self._trainer.time_left = lambda: max(limit - self._clock.seconds(), 1e-9)
         add = self._trainer.add_event_handler
         add(Events.STARTED, self._started)
         add(Events.EPOCH_STARTED, self._epoch_begins)
@@ -150,6 +153,11 @@ class Loop:
 
     def _batch_done(self) -> None:
         parts, state = self._parts, self._trainer.state
+        if self._opt.paused:  # its batch does not count: a run that resumes makes the rest
+            state.iteration -= 1
+            self._stops, self._saved = True, None
+            self._stop_if_asked()
+            return
         batch, loss, ended = cast(PreparedBatch, state.batch), cast(float, state.output), self._batches.is_new_epoch
         number = self._count(ended)
         for mean in (self._mean, *(one.mean for one in self._logs)):
@@ -163,8 +171,7 @@ class Loop:
             log.batch(loss, state.iteration)
         self._call(parts.on_batch, number, {"loss": loss}, loss)
         self._write_and_save_what_is_due(ended)
-        if parts.time_limit is not None:
-            self._stops = self._stops or self._opt.once(self._clock.seconds) > parts.time_limit
+        self._stops = self._stops or self._opt.stopped is not None
         self._stop_if_asked(at_the_end=ended)
 
     def _epoch_done(self) -> None:

@@ -19,13 +19,15 @@ class Trainer(Engine):
     def __init__(self, opt: BatchOptimizer, prepare: Prepare | None, transform: Callable[[float], Any] | None) -> None:
         super().__init__(self._process)
         self.opt, self._prepare, self._transform = opt, prepare, transform
+        self.time_left: Callable[[], float] | None = None  # the seconds after which a step is to end
         self.register_events(*StepEvents, event_to_attr=COUNTS)
         self.add_event_handler(Events.EPOCH_STARTED, Trainer._begin_pass)
 
     def _process(self, _: Engine, batch: Any) -> Any:
         with telling(self, self.opt):
-            # any other batch is of data that a handler has set
-            loss = self.opt.step(batch) if isinstance(batch, PreparedBatch) else next(self.opt.steps([batch]))
+            if not isinstance(batch, PreparedBatch):  # of data that a handler has set
+                batch = next(iter(self.opt.prepared([batch])))
+            loss = self.opt.step(batch, time_limit=None if self.time_left is None else self.time_left())
         return loss if self._transform is None else self._transform(loss)
 
     def run(
@@ -90,7 +92,7 @@ def create_trainer(
     *,
     prepare_batch: Callable[[Any], Any] | None = None,
     output_transform: Callable[[float], Any] | None = None,
-) -> Engine:
+) -> Trainer:
     """Return an `ignite.engine.Engine` that steps with `opt` on each batch; `engine.state.output` is the loss, as
     `opt.step` returns it.
 

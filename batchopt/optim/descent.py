@@ -81,7 +81,7 @@ class Descent(Minimizer):
         found = self._search(run, line, start)
         if found is None and self._learn_noise(run, start, line.samples):
             found = self._search(run, line, start)
-        run.line = None
+        run.line, run.trials = None, tuple((sample.step, sample.f) for sample in line.samples)
         after, spare = line.take(found)
         change = 0.0 if after is here else norm(add(after.x, here.x, -1.0, out=self._change))
         if change == 0:

@@ -164,6 +164,11 @@ class LBFGS(Descent):
     def _learn(self, before: Point, after: Point, change: torch.Tensor) -> None:
         self._curvature.add(change, before.gradient, after.gradient)
 
+    def _pause(self, run: Search) -> None:
+        super()._pause(run)
+        # The products of the last pair, as the next direction would take them.
+        self._curvature.times(self._steepest(run.here), self._direction)
+
     def _forget(self) -> bool:
         remembered = len(self._curvature) > 0
         self._curvature.clear()

@@ -10,7 +10,7 @@ import torch
 from batchopt.errors import NonFiniteError
 from batchopt.optim.algebra import norm
 from batchopt.optim.line import Closure, Point
-from batchopt.optim.minimizer import Callback, Minimizer, Search, limit
+from batchopt.optim.minimizer import NOBODY, Callback, Minimizer, Search, Watch, limit
 from batchopt.optim.quadratic import DenseModel, Model, ProductModel
 from batchopt.optim.squares import ResidualSquares, Squares, SquaresOver
 
@@ -101,14 +101,16 @@ class LevenbergMarquardt(Minimizer):
         return value.double().to(self._change.device) if key == "scale" else super()._unpacked(key, value)
 
     @torch.no_grad()
-    def step(self, closure: Closure) -> torch.Tensor | float:  # type: ignore[override]
+    def step(  # type: ignore[override]
+        self, closure: Closure, *, watch: Watch = NOBODY
+    ) -> torch.Tensor | float:
         """See `Minimizer.step`. `closure()` returns residuals, a tensor with at least one dimension; or it also has
         `parameters`, `normal`, `gauss_newton` and `acceleration`, like `BatchOptimizer.closure`."""
         given: Any = closure  # returns residuals, where it is no `Squares`
         squares = given if isinstance(given, Squares) else ResidualSquares(given, self._group["params"])
         self._squares = SquaresOver(squares, self._group["params"])
         try:
-            return super().step(squares)
+            return super().step(squares, watch=watch)
         finally:
             del self._squares
 

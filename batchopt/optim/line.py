@@ -39,6 +39,7 @@ class Function:
         self._vector, self._closure = vector, closure
         self.evaluations = 0
         self.not_finite = 0  # trials among these where f or the gradient was not
+        self.is_evaluating = False
 
     def here(self, point: Point) -> torch.Tensor | float:
         """Evaluate at the current parameters, into `point`; return the closure's result."""
@@ -51,13 +52,15 @@ class Function:
         try:
             self._evaluate(point)
         except NonFiniteError:
-            point.f = math.inf
+            point.f, self.is_evaluating = math.inf, False
 
     def _evaluate(self, point: Point) -> torch.Tensor | float:
         self.evaluations += 1
         point.number = self.evaluations
+        self.is_evaluating = True  # and stays so if the closure raises what ends the step
         with torch.enable_grad():
             value = self._closure()
+        self.is_evaluating = False
         point.f = float(value.detach() if isinstance(value, torch.Tensor) else value)
         self._vector.read_gradient(point.gradient)
         return value

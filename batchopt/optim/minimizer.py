@@ -27,6 +27,8 @@ class Status(Enum):
     ITERATIONS = "max_iter iterations were made"
     EVALUATIONS = "max_eval evaluations were made"
     CALLBACK = "the callback said so"
+    PAUSED = "it was asked to stop, and the next step goes on"
+    INTERRUPTED = "KeyboardInterrupt, which was raised then"
     NO_DECREASE = (
         "no lower point was found, along the steepest descent either: f has no more digits to lose here (float64 has "
         "more), or the gradient is not that of f"
@@ -67,8 +69,8 @@ class Result:
 @dataclass(frozen=True)
 class Iteration:
     """An accepted point, for `callback`: its number (from 1 on, over all steps), evaluations so far (over all steps),
-    f, the largest absolute element of its gradient, the step along the direction, and the Euclidean length of the
-    change."""
+    f, the largest absolute element of its gradient, the step along the direction, the Euclidean length of the change,
+    and the trials of the line search: pairs of a step and f there."""
 
     number: int
     evaluations: int
@@ -76,6 +78,7 @@ class Iteration:
     gradient: float
     step: float
     change: float
+    trials: tuple[tuple[float, float], ...] = ()
 
 
 Callback = Callable[[Iteration], Any]
@@ -94,6 +97,20 @@ SAME_F, SAME_GRADIENT = 1e-3, 1e-2
 FIT = 100.0
 
 
+class Watch:
+    """Follows a step, and may pause it."""
+
+    def accepted(self, point: Iteration) -> None:
+        """Handle an accepted point."""
+
+    def is_over(self) -> bool:
+        """Tell whether the step is to be paused here."""
+        return False
+
+
+NOBODY = Watch()
+
+
 @dataclass
 class Search:
     """The progress of one call of `step`."""
@@ -102,6 +119,7 @@ class Search:
     here: Point
     spare: list[Point]
     start: float  # f where the step began
+    watch: Watch
     iterations: int = 0
     change: float = 0.0  # the length of the last step
     steepest: float = math.nan  # the largest element of the gradient here
@@ -112,6 +130,7 @@ class Search:
     least: tuple[float, float] = (math.inf, math.inf)  # f and gradient, each at its lowest
     stale: int = 0  # iterations since one of them fell
     noise: float = 0.0  # of f, as estimated from unsuccessful searches
+    trials: tuple[tuple[float, float], ...] = ()  # of the last line search
 
     @property
     def best(self) -> float:
@@ -221,26 +240,46 @@ class Minimizer(torch.optim.Optimizer):
         return here.gradient
 
     @torch.no_grad()
-    def step(self, closure: Closure) -> torch.Tensor | float:  # type: ignore[override]
+    def step(  # type: ignore[override]
+        self, closure: Closure, *, watch: Watch = NOBODY
+    ) -> torch.Tensor | float:
         """Improve the current parameters until there is a reason to stop, which is in `result`.
 
         `closure()` evaluates f at the parameters, writes df/dX to their `.grad`, and returns f. Returns what the
-        closure returned first. Exceptions of the closure are passed on, with the parameters at the best point so far;
-        but away from the start a `NonFiniteError`, like an infinite or NaN f, only shortens the step.
+        closure returned first. `watch` is told of each accepted point, and may pause the step there: if f is the same
+        then, the next call makes the rest, with the same iterates, and `result` is of both.
+        Exceptions of the closure are passed on, with the parameters at the best point so far; but away from the start a
+        `NonFiniteError`, like an infinite or NaN f, only shortens the step. After a `KeyboardInterrupt`, too, `result`
+        describes the step; one that came between two evaluations, and may have left an update half done, drops the
+        curvature.
         """
         if not callable(closure):
             raise TypeError(f"`closure` must be a function that evaluates f and df/dX and returns f; got {closure!r}")
+        self.result = None
         function = self._function(closure)
         begin = self._spare[0]
         first = function.here(begin)
-        run = Search(function, begin, [self._spare[1], self._last_point()], begin.f)
-        self._recognise(run)
+        run = Search(function, begin, [self._spare[1], self._last_point()], begin.f, watch)
+        self._begin(run)
         try:
             run.steepest = largest(self._steepest(begin))
             status = Status.NOT_FINITE if not begin.finite else self._why_stop(run) or self._descend(run)
-        finally:
+        except KeyboardInterrupt:
+            if not function.is_evaluating:
+                self._drop(run, f"iteration {run.iterations + 1} was interrupted")
+            self._finish(run, Status.INTERRUPTED)
+            raise
+        except BaseException:
             self._settle(run)
-        gradient = largest(self._steepest(run.here))
+            raise
+        if status is Status.PAUSED:
+            self._pause(run)
+        self._finish(run, status)
+        return first
+
+    def _finish(self, run: Search, status: Status) -> None:
+        self._settle(run)
+        function, gradient = run.function, largest(self._steepest(run.here))
         self.result = Result(
             status,
             run.iterations,
@@ -253,18 +292,18 @@ class Minimizer(torch.optim.Optimizer):
             tuple(run.forgotten),
             run.kept,
         )
-        return first
 
     def _last_point(self) -> Point:
         memory = self._memory
         return Point(memory["x"], memory["gradient"], memory["f"]) if "x" in memory else self._new_point()
 
-    def _recognise(self, run: Search) -> None:
-        """If the function has changed since the last step, forget what was known, or let the first step decide."""
+    def _recognise(self, run: Search) -> bool:
+        """If the function has changed since the last step, forget what was known, or let the first step decide. Return
+        whether the step begins where the last one ended."""
         here, last = run.here, run.spare[-1]
         f = last.f
         if math.isnan(f) or not torch.equal(here.x, last.x):
-            return
+            return False
         apart = norm(add(here.gradient, last.gradient, -1.0, out=self._change))
         scale = max(norm(here.gradient), norm(last.gradient))
         if apart > SAME_GRADIENT * scale or abs(here.f - f) > SAME_F * max(abs(here.f), abs(f)):
@@ -272,10 +311,29 @@ class Minimizer(torch.optim.Optimizer):
                 self._memory["on_trial"] = True
             else:
                 self._drop(run, "the function changed between two steps")
+            return False
+        return True
+
+    def _begin(self, run: Search) -> None:
+        """Go on with a step that was paused, or begin another one."""
+        memory = self._memory
+        course = memory.pop("course", None)
+        if not self._recognise(run) or course is None:
+            return
+        *counts, run.start, run.change, run.noise, run.stale, run.least = course
+        run.iterations, run.function.evaluations = counts
+        run.here.number = run.function.evaluations  # it was evaluated again, which is not counted
+        memory["n_iter"] -= run.iterations
+        memory["func_evals"] -= run.function.evaluations
+
+    def _pause(self, run: Search) -> None:
+        """Remember what the next step needs to go on as this one would have, bit for bit; a subclass adds its own."""
+        counts = run.iterations, run.function.evaluations
+        self._memory["course"] = (*counts, run.start, run.change, run.noise, run.stale, run.least)
 
     def _descend(self, run: Search) -> Status:
         """Move from point to point until there is a reason to stop."""
-        while True:
+        while not run.watch.is_over():
             before = run.here
             step = self._advance(run)
             if step is not None:
@@ -290,6 +348,7 @@ class Minimizer(torch.optim.Optimizer):
                 status = Status.NO_DECREASE
             if status is not None:
                 return status
+        return Status.PAUSED
 
     def _why_stop(self, run: Search) -> Status | None:
         group = self._group
@@ -321,10 +380,12 @@ class Minimizer(torch.optim.Optimizer):
         run.steepest = largest(self._steepest(here))
         run.stale = 0 if here.f < run.least[0] or run.steepest < run.least[1] else run.stale + 1
         run.least = min(here.f, run.least[0]), min(run.steepest, run.least[1])
+        numbers = memory.get("n_iter", 0) + run.iterations, memory.get("func_evals", 0) + run.function.evaluations
+        point = Iteration(*numbers, here.f, run.steepest, step, run.change, run.trials)
+        run.watch.accepted(point)
         if self.callback is not None:
             self._vector.write(here.x)  # not necessarily the last point evaluated
-            numbers = memory.get("n_iter", 0) + run.iterations, memory.get("func_evals", 0) + run.function.evaluations
-            if self.callback(Iteration(*numbers, here.f, run.steepest, step, run.change)):
+            if self.callback(point):
                 return Status.CALLBACK
         return Status.CHANGE if self._changed_little(run, f) else None
 
@@ -378,7 +439,7 @@ class Minimizer(torch.optim.Optimizer):
         self._memory.update({key: self._unpacked(key, memory[key]) for key in self._kept if key in memory})
 
     # Keys that are remembered from step to step; subclasses add to them.
-    _kept: tuple[str, ...] = ("x", "gradient", "f", "n_iter", "func_evals", "on_trial")
+    _kept: tuple[str, ...] = ("x", "gradient", "f", "n_iter", "func_evals", "on_trial", "course")
 
     def _unpacked(self, key: str, value: Any) -> Any:
         return value.clone().to(self._change) if isinstance(value, torch.Tensor) else value

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 from batchopt import BatchoptError
 from batchopt.backends.ranks.launch import Launch, read_launch
@@ -163,6 +165,69 @@ def test_the_program_of_the_page_about_clusters(launcher: str, tmp_path: Path) -
     printed = launch(*(MPIRUN if launcher == "mpirun" else torchrun()), tmp_path / "train.py")
     losses = [float(line.split()[-1]) for line in printed.splitlines()]
     assert len(losses) == 10 and losses[-1] < losses[0] / 100
+
+
+SRUN = """#!/bin/bash
+# Three tasks; the signal goes to one of them only.
+shift
+export MASTER_PORT=$PORT SLURM_NTASKS=3 SLURM_NTASKS_PER_NODE=3 SLURM_NODELIST=localhost
+for i in 0 1 2; do SLURM_PROCID=$i "$@" & tasks+=($!); done
+trap 'kill -USR1 ${tasks[1]}' USR1
+worst=0
+for task in ${tasks[@]}; do
+    while kill -0 $task 2> /dev/null; do wait $task; done
+    wait $task
+    status=$?
+    [ $status -gt $worst ] && worst=$status
+done
+exit $worst
+"""
+
+
+@pytest.mark.slow
+def test_the_job_of_the_page_about_time_limits_goes_on_to_the_bit(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "time-limits.md").read_text()
+    program, job = (re.findall(f"```{kind}\\n(.*?)```", page, re.DOTALL)[0] for kind in ("py", "sh"))
+    for name, text in {
+        "train.py": program.replace("% 50", "% 10"),
+        "job.sh": job,
+        "bin/srun": SRUN,
+        "bin/scontrol": "#!/bin/sh\necho $* > requeued",
+        "bin/python": f'#!/bin/sh\nexec {sys.executable} "$@"',
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
+
+    def run(at: str = "") -> tuple[int, str]:
+        """Run the job, and signal it once it has printed this."""
+        (tmp_path / "requeued").unlink(missing_ok=True)
+        common = environment(PATH=path, SLURM_JOB_ID="7", PORT=str(free_port()))
+        with subprocess.Popen(
+            ["bash", "job.sh"], cwd=tmp_path, env=common, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as process:
+            assert process.stdout is not None
+            lines = []
+            for line in process.stdout:
+                lines.append(line)
+                if at and line.startswith(at):
+                    process.send_signal(signal.SIGUSR1)
+        requeued = tmp_path / "requeued"
+        assert (process.returncode == 75) == requeued.exists(), "".join(lines)
+        return process.returncode, "".join(lines)
+
+    def parameters() -> torch.Tensor:
+        found: torch.Tensor = torch.load(tmp_path / "run.batchopt")["state"]["optimizer"]["state"][0]["x"]
+        return found
+
+    assert run("20 ")[0] == 75
+    status, printed = run()
+    assert status == 0 and "done" in printed
+    pieces = parameters()
+    (tmp_path / "run.batchopt").unlink()
+    assert run()[0] == 0
+    assert torch.equal(pieces, parameters())
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ from batchopt.backends.process.spawn import LaunchedProcess, apart_from_streams,
 from batchopt.backends.process.stderr import Stderr
 from batchopt_workers.map.program import Program
 from batchopt_workers.process import forkserver
-from batchopt_workers.process.forkserver import HAS_THREADS, REPLY, Command, CommandMessage, Descriptors
+from batchopt_workers.process.forkserver import HAS_THREADS, OF_JOBS, REPLY, Command, CommandMessage, Descriptors
 
 # Timeouts in seconds of the fork server: to start and answer for the first time; to answer later, which takes
 # milliseconds; and to end the workers and their remaining processes once it is no longer needed.
@@ -203,16 +203,14 @@ class ForkServer:
                 self._serves.set()
         return self._serves.is_set()
 
-    def call(
-        self, task: Command, subject: int, world: int = 0, threads: int = 0, descriptors: tuple[int, ...] = ()
-    ) -> int:
+    def call(self, task: Command, subject: int, *numbers: int, descriptors: tuple[int, ...] = ()) -> int:
         """Return the answer to a request. Raises `ForkServerError` if there is none.
 
         A request is sent, and an answer received, in one piece. So any interrupt, such as a garbage collection that
         ends another worker, leaves requests and answers in order.
         """
         with self._lock:
-            number = self.tell(task, subject, world, threads, descriptors)
+            number = self.tell(task, subject, *numbers, descriptors=descriptors)
             began, said = time.monotonic(), False
             while number not in self._answers:
                 if _is_readable(self._socket.fileno(), ANSWERING):
@@ -232,17 +230,13 @@ class ForkServer:
             self._stderr.pass_on()
             return self._answers.pop(number)
 
-    def tell(
-        self, task: Command, subject: int, world: int = 0, threads: int = 0, descriptors: tuple[int, ...] = ()
-    ) -> int:
+    def tell(self, task: Command, subject: int, *numbers: int, descriptors: tuple[int, ...] = ()) -> int:
         """Send a request and return its number. Raises `ForkServerError` if the fork server is gone."""
         if self._owner != os.getpid():
             raise ForkServerError("this process is a fork of the one that started the fork server")
         number = next(self._numbers)
         try:
-            socket.send_fds(
-                self._socket, [CommandMessage(number, task, subject, world, threads).encode()], list(descriptors)
-            )
+            socket.send_fds(self._socket, [CommandMessage(number, task, subject, *numbers).encode()], list(descriptors))
         except OSError as error:
             raise self._gone() from error
         return number
@@ -339,6 +333,11 @@ def fork_worker(connection: Connection, stderr: int, rank: int, world_size: int,
     raise AssertionError
 
 
+def _handled() -> int:
+    """Return the signals that workers are to ignore, as bits: those of a job's scheduler that this process handles."""
+    return sum(1 << (number - 1) for number in OF_JOBS if callable(signal.getsignal(number)))
+
+
 def _fork(
     origin: ForkServer, connection: Connection, stderr: int, rank: int, world_size: int, threads: int
 ) -> ForkedProcess:
@@ -352,7 +351,7 @@ def _fork(
         stdout = standard_output()
         theirs.callback(os.close, stdout)
         descriptors = Descriptors(connection.fileno(), our_life, its_life, stdout, stderr)
-        pid = origin.call(Command.FORK, rank, world_size, threads, descriptors)
+        pid = origin.call(Command.FORK, rank, world_size, threads, _handled(), descriptors=descriptors)
         if pid < 0:
             raise OSError(-pid, os.strerror(-pid))
         ours.pop_all()

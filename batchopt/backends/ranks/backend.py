@@ -51,7 +51,7 @@ class RanksBackend(TeamBackend):
     """`setup.workers` workers of this rank, and those of the others. They end with this object, with this process, or
     at `close`."""
 
-    compiles = True
+    compiles = has_peers = True
 
     @classmethod
     def read_workers(cls, parallelize: Any) -> int | None:
@@ -195,6 +195,10 @@ class RanksBackend(TeamBackend):
                 failure = error
         found: T = self._team.exchange(self._alike.call("what rank 0 does for all"), value, failure)[0]
         return found
+
+    def first(self, value: T | None) -> T | None:
+        values = self._team.exchange(self._alike.call("whether to stop"), value)
+        return next((found for found in values if found is not None), None)
 
     # ---- the end
 

@@ -52,13 +52,15 @@ class Command(IntEnum):
 
 
 class CommandMessage(NamedTuple):
-    """A message of the parent: for `FORK` the worker's rank, the world size, and its threads; else `pid` and zeros."""
+    """A message of the parent: for `FORK` the worker's rank, the world size, its threads, and the signals that it is to
+    ignore, as bits; else `pid` and zeros."""
 
     number: int
     task: Command
     subject: int
     world_size: int = 0
     threads: int = 0
+    ignored: int = 0
 
     def encode(self) -> bytes:
         """Return the complete message."""
@@ -71,7 +73,9 @@ class CommandMessage(NamedTuple):
         return cls(number, Command(task), *others)
 
 
-REQUEST = struct.Struct("!QBIII")
+REQUEST = struct.Struct("!QBIIII")
+# Signals that schedulers send to all processes of a job, and that are meant for the parent: this process ignores them.
+OF_JOBS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # The request's number, and the answer.
 REPLY = struct.Struct("!Qi")
 
@@ -94,6 +98,8 @@ def main(
     descriptor whose signal ends this process, in any state, when the parent is gone. `libraries` are imported first,
     along the parent's `path`, so that workers need not; if one starts threads, which a fork would lose, this process
     ends with `HAS_THREADS`."""
+    for number in OF_JOBS:
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # it may be inherited as ignored: then no child can be waited for
     _import(libraries, path)
     gc.collect()
@@ -213,6 +219,8 @@ def _become_worker(request: CommandMessage, descriptors: Descriptors, parent: in
     os.dup2(descriptors.stderr, 2)
     os.close(descriptors.stdout)
     os.close(descriptors.stderr)
+    for number in OF_JOBS:
+        signal.signal(number, signal.SIG_DFL)
     faults.rank = request.subject
     faults.point("worker.start")
     for fd in descriptors[:3]:
@@ -220,7 +228,7 @@ def _become_worker(request: CommandMessage, descriptors: Descriptors, parent: in
     numpy.random.seed()  # a separate seed for each worker, as in Python's `random`
     process = SpawnProcess(  # processes that the user starts in it are spawned, since it has threads
         target=loop.main,
-        args=(Connection(descriptors.connection), request.subject, request.world_size, request.threads),
+        args=(Connection(descriptors.connection), *request[2:]),
         name=f"batchopt-worker-{request.subject}",
         daemon=False,
     )

@@ -200,9 +200,10 @@ def _killed_with_parent(sentinel: int) -> None:
     fcntl.fcntl(sentinel, fcntl.F_SETFL, fcntl.fcntl(sentinel, fcntl.F_GETFL) | os.O_ASYNC)
 
 
-def main(connection: Connection, rank: int, world_size: int, threads: int) -> None:
-    """Run a worker process, from its first message to the parent's last."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent only
+def main(connection: Connection, rank: int, world_size: int, threads: int, ignored: int) -> None:
+    """Run a worker process, from its first message to the parent's last; it ignores the signals with these bits."""
+    for number in (signal.SIGINT, *(number for number in signal.Signals if ignored >> (number - 1) & 1)):
+        signal.signal(number, signal.SIG_IGN)  # handled by the parent only
     faulthandler.enable(all_threads=False)  # the other threads are internal, and of no interest
     os.set_inheritable(connection.fileno(), False)
     parent = multiprocessing.parent_process()

@@ -1,0 +1,98 @@
+"""The course of a run: a row for each accepted point."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from batchopt.extending import Evaluated, Observer, Stepped, read_count
+from batchopt.optim import Iteration
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class History(Observer):
+    """Rows of plain numbers: one for each accepted point of an optimizer of batchopt, one for each step of another.
+
+    A row has `step`, `iteration`, `evaluations` and `seconds` (all so far, seconds in steps only), `f`, and where it
+    has them `terms`; of an accepted point also the largest element of the `gradient`, the `change` of X (Euclidean
+    length), the `length` of the step along the direction, and the `trials` of its line search: pairs of a length and
+    f there. A step that is undone leaves no rows. `history["f"]` is a column, `len(history)` the number of rows.
+    """
+
+    def __init__(self, every: int = 1) -> None:
+        """Keep the rows of each `every`-th iteration."""
+        self.every = read_count("history", every)
+        self.rows: list[dict[str, Any]] = []
+        self._terms: Mapping[str, float] = {}
+        self._seconds, self._began, self._before = 0.0, 0.0, 0
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, name: str) -> list[Any]:
+        return [row.get(name) for row in self.rows]
+
+    def __repr__(self) -> str:
+        last = f", f {self.rows[-1]['f']:.6g} after {self.rows[-1]['seconds']:.1f} s" if self.rows else ""
+        return f"History({len(self.rows)} rows{last})"
+
+    # ---- events
+
+    def step_begins(self) -> None:
+        self._began, self._before = time.perf_counter(), len(self.rows)
+
+    def step_ended(self, found: Stepped | None) -> None:
+        if found is None:
+            del self.rows[self._before :]
+        elif not found.is_followed:
+            self._add(found.batches, found.batches, found.evaluations, found.loss)
+        self._seconds += time.perf_counter() - self._began
+
+    def evaluated(self, found: Evaluated) -> None:
+        self._terms = found.terms
+
+    def accepted(self, step: int, point: Iteration) -> None:
+        if point.number % self.every == 0:
+            self._add(step, point.number, point.evaluations, point.f)
+            trials = [list(trial) for trial in point.trials]
+            self.rows[-1] |= {"gradient": point.gradient, "change": point.change, "length": point.step}
+            self.rows[-1] |= {"trials": trials} if trials else {}
+
+    def _add(self, step: int, iteration: int, evaluations: int, f: float) -> None:
+        row = {"step": step, "iteration": iteration, "evaluations": evaluations, "f": f}
+        seconds = self._seconds + time.perf_counter() - self._began
+        self.rows.append({**row, "seconds": seconds, **({"terms": dict(self._terms)} if self._terms else {})})
+
+    # ---- what becomes of it
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain data, as checkpoints keep it."""
+        return {"rows": [*self.rows], "seconds": self._seconds}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self.rows, self._seconds = [*state["rows"]], state["seconds"]
+
+    def draw(self, path: str | os.PathLike[str] | None = None, columns: Sequence[str] = ("f", "gradient")) -> Figure:
+        """Return a figure of `columns` over evaluations, on a logarithmic scale; also written to `path`. Raises
+        `ImportError` without matplotlib."""
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError("drawing needs matplotlib: pip install 'batchopt[plot]'") from error
+        figure = Figure(figsize=(7, 4), layout="constrained")
+        axis = figure.subplots()
+        for name in columns:
+            points = [(row["evaluations"], row[name]) for row in self.rows if name in row]
+            if points:
+                axis.semilogy(*zip(*points, strict=True), label=name)
+        axis.set_xlabel("evaluations")
+        if axis.lines:
+            axis.legend()
+        if path is not None:
+            figure.savefig(path)
+        return figure

@@ -1,0 +1,97 @@
+"""The course of a run, which is kept on request."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from batchopt import LBFGS, BatchoptError, BatchOptimizer, Term
+from batchopt.optim import Iteration
+
+X = torch.linspace(-2, 2, 100, dtype=torch.float64)[:, None]
+Y = X.sin()
+
+
+def build(history: bool | int = True, optimizer: Any = "lbfgs", **options: Any) -> BatchOptimizer:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    return BatchOptimizer(module, nn.MSELoss(), optimizer=optimizer, history=history, **options)
+
+
+@pytest.mark.parametrize("every", [True, 3])
+def test_it_has_what_a_callback_is_told(every: Any) -> None:
+    told: list[Iteration] = []
+    with build(every, lambda p: LBFGS(p, max_iter=7, callback=told.append), parallelize=2) as opt:
+        for _ in range(3):
+            opt.step(X, Y)
+        rows = [one for one in told if one.number % int(every) == 0]
+        assert opt.history["f"] == [one.f for one in rows] and opt.history["step"][0] == 1
+        assert opt.history["evaluations"] == [one.evaluations for one in rows]
+        assert opt.history["gradient"] == [one.gradient for one in rows]
+        assert opt.history["trials"] == [[list(trial) for trial in one.trials] for one in rows]
+        assert all(min(f for _, f in one.trials) == one.f for one in rows)
+        seconds = opt.history["seconds"]
+        assert seconds == sorted(seconds) and opt.history["step"] == sorted(opt.history["step"])
+
+
+def test_other_optimizers_have_a_row_for_each_step() -> None:
+    with build(optimizer="adam") as opt:
+        losses = [opt.step(X, Y) for _ in range(4)]
+        assert opt.history["f"] == losses and opt.history["step"] == [1, 2, 3, 4] and opt.result is None
+
+
+def test_it_has_the_losses_of_terms() -> None:
+    terms = {name: Term(lambda net, x, y: (net(x) - y).square().mean()) for name in ("left", "right")}
+    with BatchOptimizer(nn.Linear(1, 1).double(), terms=terms, history=True) as opt:
+        opt.step({"left": (X[:50], Y[:50]), "right": (X[50:], Y[50:])})
+        assert {*opt.history["terms"][0]} == {"left", "right"}
+
+
+def test_a_step_that_is_undone_leaves_nothing() -> None:
+    with build(on_interrupt="undo") as opt:
+        opt.step(X, Y)
+        before = list(opt.history.rows)
+
+        def fail(_: Any) -> None:
+            raise KeyboardInterrupt
+
+        opt.optimizer.callback = fail  # type: ignore[union-attr]
+        with pytest.raises(KeyboardInterrupt):
+            opt.step(X, Y)
+        assert opt.history.rows == before
+
+
+def test_a_checkpoint_has_it(tmp_path: Path) -> None:
+    with build() as opt:
+        opt.step(X, Y)
+        opt.save(tmp_path / "file")
+        rows = opt.history.rows
+    with build() as opt:
+        opt.load_checkpoint(tmp_path / "file")
+        assert opt.history.rows == rows
+        opt.step(X, Y)
+        assert opt.history.rows[: len(rows)] == rows and len(opt.history) > len(rows)
+        state = {**opt.state_dict(), "course": {"rows": 3}}
+        with pytest.raises(ValueError, match="`course` of the state"):
+            opt.load_state_dict(state)
+    with build(False) as opt:
+        opt.load_checkpoint(tmp_path / "file")
+        with pytest.raises(BatchoptError, match="history=True"):
+            opt.history  # noqa: B018
+
+
+def test_a_figure(tmp_path: Path) -> None:
+    with build() as opt:
+        opt.step(X, Y)
+        assert [line.get_label() for line in opt.history.draw(tmp_path / "a.png").axes[0].lines] == ["f", "gradient"]
+    assert (tmp_path / "a.png").exists()
+
+
+@pytest.mark.parametrize("given, error", [(0, ValueError), (-1, ValueError), ("all", TypeError), (1.5, TypeError)])
+def test_an_interval_is_a_count(given: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="`history`"):
+        build(given)

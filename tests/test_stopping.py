@@ -1,0 +1,341 @@
+"""Steps that end before their optimizer would: asked to, by a signal, in time, or interrupted."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from batchopt import LBFGS, Batches, BatchoptError, BatchOptimizer
+from batchopt.ignite import fit
+from batchopt.optim.minimizer import Status
+from tests.building import handling
+from tests.optim.kinds import KINDS, NO_END
+
+X = torch.linspace(-3, 3, 200, dtype=torch.float64)[:, None]
+Y = torch.sin(2 * X)
+
+
+def build(
+    callback: Callable[[Any], Any] | None = None,
+    optimizer: Any = None,
+    dtype: torch.dtype = torch.float64,
+    **options: Any,
+) -> BatchOptimizer:
+    """One whose step would go on for long."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1)).to(dtype)
+    make = optimizer or (lambda p: LBFGS(p, max_iter=None, tolerance_change=0, callback=callback))
+    return BatchOptimizer(module, nn.MSELoss(), optimizer=make, chunk_size=50, **options)
+
+
+def result(opt: BatchOptimizer) -> Any:
+    return opt.optimizer.result  # type: ignore[union-attr]
+
+
+def at(iteration: int, do: Callable[[], object]) -> Callable[[Any], None]:
+    """A callback that does it then."""
+
+    def callback(found: Any) -> None:
+        if found.number == iteration:
+            do()
+
+    return callback
+
+
+def send(number: int) -> Callable[[], None]:
+    return lambda: os.kill(os.getpid(), number)
+
+
+@pytest.fixture(params=[1, 2])
+def parallelize(request: pytest.FixtureRequest) -> Iterator[int]:
+    yield request.param
+
+
+def whole(iterations: int) -> torch.Tensor:
+    """The parameters after a step of so many iterations."""
+    with build(optimizer=lambda p: LBFGS(p, max_iter=iterations, tolerance_change=0)) as opt:
+        opt.step(X, Y)
+        return opt.parameters.clone()
+
+
+def test_asked_by_its_callback_the_step_ends_there_and_the_next_one_goes_on(parallelize: int) -> None:
+    with build(lambda found: opt.stop() if found.number in (3, 5) else None, parallelize=parallelize) as opt:
+        opt.step(X, Y)
+        assert opt.stopped == "stop()" and result(opt).status is Status.PAUSED and result(opt).iterations == 3
+        assert torch.equal(opt.parameters, whole(3))
+        opt.step(X, Y)
+        assert result(opt).iterations == 5 and opt.stopped == "stop()" and opt.batch_counter == 0
+        assert torch.equal(opt.parameters, whole(5))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_step_in_pieces_has_the_bits_of_a_whole_one_also_by_way_of_a_file(name: str, tmp_path: Path) -> None:
+    def points(cuts: Sequence[int], dtype: torch.dtype) -> list[tuple[float, ...]]:
+        found: list[tuple[float, ...]] = []
+
+        def callback(iteration: Any) -> bool:
+            found.append((iteration.f, iteration.step, iteration.gradient))
+            if len(found) in cuts:
+                opt.stop()
+            return len(found) == 12
+
+        opt = build(optimizer=lambda p: KINDS[name](p, max_iter=None, callback=callback, **NO_END), dtype=dtype)
+        with opt:
+            opt.step(X.to(dtype), Y.to(dtype))
+            while opt.paused:
+                opt.save(tmp_path / "file")
+                opt.load_checkpoint(tmp_path / "file")
+                opt.step(X.to(dtype), Y.to(dtype))
+        return found
+
+    for dtype in (torch.float32, torch.float64):
+        assert points([1, 2, 7], dtype) == points([], dtype)
+
+
+def test_asked_by_a_thread_and_between_two_steps() -> None:
+    begun, asked = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        begun.set()
+        asked.wait()
+
+    with build(at(2, wait)) as opt:
+
+        def ask() -> None:
+            begun.wait()
+            opt.stop()
+            asked.set()
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        opt.step(X, Y)
+        thread.join()
+        assert opt.stopped == "stop()" and result(opt).iterations == 2
+        evaluations = opt.eval_counter
+        opt.stop()
+        opt.step(X, Y)
+        assert opt.stopped == "stop()" and result(opt).iterations == 2 and opt.eval_counter == evaluations + 1
+        with build(optimizer=lambda p: LBFGS(p, max_iter=2)) as other:
+            other.step(X, Y)
+            assert other.stopped is None
+
+
+def test_a_time_limit_is_of_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("batchopt._function.ending.time.monotonic", lambda: now)
+
+    def tick(_: Any) -> bool:
+        nonlocal now
+        now += 1.0
+        return now > 20
+
+    with build(tick) as opt:
+        opt.step(X, Y, time_limit=3.5)
+        assert opt.stopped == "time_limit of 3.5 s" and result(opt).iterations == 4
+        opt.step(X, Y)
+        assert opt.stopped is None and result(opt).status is Status.CALLBACK
+
+
+@pytest.mark.parametrize("limit, error", [(0, ValueError), (-1.0, ValueError), ("1", TypeError), (True, TypeError)])
+def test_a_time_limit_is_a_positive_number(limit: Any, error: type[Exception]) -> None:
+    with build() as opt, pytest.raises(error, match="`time_limit` must be a positive number of seconds or None"):
+        opt.step(X, Y, time_limit=limit)
+
+
+def test_a_signal_ends_this_step_and_all_later_ones_and_calls_who_listened_before(parallelize: int) -> None:
+    heard: list[int] = []
+    with handling(lambda: heard.append(1), signal.SIGUSR1):
+        before = signal.getsignal(signal.SIGUSR1)
+        with build(at(3, send(signal.SIGUSR1)), stop_on=("SIGUSR1", "SIGTERM"), parallelize=parallelize) as opt:
+            opt.step(X, Y)
+            assert opt.stopped == "SIGUSR1" and result(opt).iterations == 3 and heard == [1]
+            assert len([*opt.steps([(X, Y)] * 3)]) == 1 and result(opt).iterations == 3
+            assert opt.stopped == "SIGUSR1" and opt.paused
+            opt.state_dict()
+        assert signal.getsignal(signal.SIGUSR1) is before and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_workers_do_not_hear_what_is_for_this_process(parallelize: int) -> None:
+    """A scheduler of jobs sends its signal to all processes of a job."""
+
+    def to_all() -> None:
+        for pid in {os.getpid(), *(worker.pid for worker in opt.workers)}:
+            os.kill(pid, signal.SIGTERM)
+
+    with build(at(2, to_all), stop_on=["SIGTERM"], parallelize=parallelize) as opt:
+        opt.step(X, Y)
+        assert opt.stopped == "SIGTERM" and [worker.restarts for worker in opt.workers] == [0] * parallelize
+        assert torch.equal(opt.parameters, whole(2))
+
+
+def test_ctrl_c_twice_ends_at_once_where_it_is_one_of_the_signals() -> None:
+    with build(at(2, send(signal.SIGINT)), stop_on=["SIGINT"]) as opt:
+        opt.step(X, Y)
+        assert opt.stopped == "SIGINT"
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGINT)()
+
+
+def test_an_optimizer_that_is_forgotten_leaves_no_handler() -> None:
+    opt = build(stop_on=["SIGUSR2"])
+    assert signal.getsignal(signal.SIGUSR2) is not signal.SIG_DFL
+    del opt
+    assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+
+
+def test_signals_are_for_the_main_thread() -> None:
+    found: list[Exception] = []
+
+    def make() -> None:
+        try:
+            build(stop_on=["SIGUSR1"])
+        except ValueError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    assert "main thread" in str(found[0])
+
+
+@pytest.mark.parametrize("given", [["SIGKILL"], ["TERM"], [15], ["SIGSTOP"]])
+def test_what_is_no_signal_to_stop_on(given: Any) -> None:
+    with pytest.raises(ValueError, match="`stop_on` has"):
+        build(stop_on=given)
+
+
+def test_other_optimizers_make_their_step_and_loops_end() -> None:
+    with build(optimizer="adam") as opt:
+        for _ in opt.steps([(X, Y)] * 10):
+            if opt.batch_counter == 2:
+                opt.stop()
+        assert opt.batch_counter == 3 and opt.stopped == "stop()"
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "lbfgs"])
+def test_trainings_in_pieces_have_the_bits_of_a_whole_one(optimizer: str, tmp_path: Path) -> None:
+    def trained(folder: Path, *cuts: int) -> tuple[list[str], torch.Tensor]:
+        folder.mkdir()
+        calls = 0
+
+        def callback(_: Any) -> None:
+            nonlocal calls
+            calls += 1
+            if calls in cuts:
+                send(signal.SIGUSR1)()
+
+        def make(parameters: Any) -> torch.optim.Optimizer:
+            if optimizer == "adam":
+                return torch.optim.Adam(parameters)
+            return LBFGS(parameters, max_iter=4, callback=callback)
+
+        for _ in range(len(cuts) + 1):
+            with build(optimizer=make, stop_on=["SIGUSR1"]) as opt:
+                state = fit(
+                    opt,
+                    Batches((X, Y), batch_size=50, shuffle=True, seed=1),
+                    epochs=3,
+                    checkpoint=folder,
+                    resume="auto",
+                    log=str(folder / "log.jsonl"),
+                    on_batch=callback if optimizer == "adam" else (),
+                )
+                found = opt.parameters.clone()
+        assert state.iteration == 12
+        lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+        return [str({**line, "elapsed_time": 0}) for line in lines], found
+
+    whole, pieces = trained(tmp_path / "whole"), trained(tmp_path / "pieces", 1, 6, 7)
+    assert whole[0] == pieces[0] and torch.equal(whole[1], pieces[1])
+
+
+def test_what_is_paused_draws_on() -> None:
+    """Random draws of the rest are those of the step that was paused."""
+
+    def found(*cuts: int) -> list[Any]:
+        points: list[Any] = []
+
+        def callback(iteration: Any) -> None:
+            points.append((iteration.f, iteration.number))
+            if len(points) in cuts:
+                opt.stop()
+
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(1, 16), nn.Dropout(0.2), nn.Tanh(), nn.Linear(16, 1)).double()
+        make = lambda p: LBFGS(p, max_iter=9, callback=callback)  # noqa: E731
+        with BatchOptimizer(module, nn.MSELoss(), optimizer=make, chunk_size=50) as opt:
+            for _ in range(2):
+                opt.step(X, Y)
+                while opt.paused:
+                    opt.step(X, Y)
+            assert opt.batch_counter == 2
+        return points
+
+    assert found(3, 4, 11) == found()
+
+
+# ---- Ctrl-C
+
+
+def test_ctrl_c_keeps_the_best_point_and_what_is_known(parallelize: int) -> None:
+    with build(at(3, send(signal.SIGINT)), parallelize=parallelize) as opt:
+        with pytest.raises(KeyboardInterrupt):
+            opt.step(X, Y)
+        assert result(opt).status is Status.INTERRUPTED and result(opt).iterations == 3
+        assert opt.output == result(opt).f and opt.batch_counter == 1 and opt.eval_counter == result(opt).evaluations
+        assert torch.equal(opt.parameters, whole(3))
+        opt.load(X, Y)
+        assert opt.evaluate().item() == opt.output
+
+
+class Interrupted(nn.Module):
+    """Raises in the middle of a certain forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.forwards = nn.Linear(1, 1, dtype=torch.float64), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.forwards += 1
+        if self.forwards == 9:
+            raise KeyboardInterrupt
+        found: torch.Tensor = self.body(x).exp()
+        return found
+
+
+def test_ctrl_c_in_an_evaluation_keeps_the_curvature() -> None:
+    torch.manual_seed(0)
+    with BatchOptimizer(Interrupted(), nn.MSELoss(), optimizer=lambda p: LBFGS(p, max_iter=None)) as opt:
+        with pytest.raises(KeyboardInterrupt):
+            opt.step(X, Y)
+        assert result(opt).forgotten == () and result(opt).iterations > 2
+        best = result(opt).f
+        assert opt.step(X, Y) < best and result(opt).evaluations > 1
+
+
+@pytest.mark.parametrize("optimizer", ["adam", lambda p: LBFGS(p, max_iter=None, callback=at(3, send(signal.SIGINT)))])
+def test_ctrl_c_undoes_where_asked_to_and_where_there_is_no_best_point(optimizer: Any) -> None:
+    undo: dict[str, Any] = {} if optimizer == "adam" else {"on_interrupt": "undo"}
+    with build(optimizer=optimizer, **undo) as opt:
+        if optimizer == "adam":
+            opt.posthook = lambda worker, sample: send(signal.SIGINT)()
+        before = opt.parameters.clone()
+        with pytest.raises(KeyboardInterrupt):
+            opt.step(X, Y)
+        assert torch.equal(opt.parameters, before) and opt.eval_counter == opt.batch_counter == 0
+
+
+def test_ranks_that_do_not_ask_each_other_do_not_stop() -> None:
+    ending = build()._stepping.ending
+    ending._agree = lambda why: why
+    with pytest.raises(BatchoptError, match="stop_on"):
+        ending.ask()
