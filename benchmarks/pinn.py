@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import batchopt
@@ -274,6 +275,36 @@ def draw_curves(runs: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=100)
 
 
+# In the figure of the first page: what each is called there.
+FRONT = {
+    "torch LBFGS": "torch.optim.LBFGS",
+    "DeepXDE": "DeepXDE: Adam, then L-BFGS",
+    "SSBroyden": "batchopt.SSBroyden",
+    "SSBroyden + RAD": "batchopt.SSBroyden, points resampled",
+}
+
+
+def draw_front(runs: list[dict[str, Any]], path: Path) -> None:
+    """The error of Burgers' equation over a minute: the median of all seeds, and the middle half of them."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(9, 3.6), layout="constrained")
+    times = np.linspace(2.0, 60.0, 117)
+    for method, color in zip(FRONT, ("#7f7f7f", "#9467bd", "#1f77b4", "#d62728"), strict=True):
+        rows = [run["curve"] for run in runs if (run["problem"], run["method"]) == ("Burgers", method)]
+        curves = [np.interp(times, [row[0] for row in one], np.log([row[3] for row in one])) for one in rows]
+        low, middle, high = np.exp(np.quantile(curves, (0.25, 0.5, 0.75), axis=0))
+        axis.fill_between(times, low, high, color=color, alpha=0.15, linewidth=0)
+        axis.semilogy(times, middle, color=color, linewidth=2, label=FRONT[method])
+    axis.set(xlabel="seconds on one core", ylabel="relative error", xlim=(0, 60))
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, loc="lower left")
+    figure.savefig(path, dpi=120)
+
+
 def run_apart(key: tuple[str, str, int], seconds: float, cores: set[int]) -> dict[str, Any]:
     """One run, in a process of its own, on these cores."""
     order = json.dumps([*key, seconds])
@@ -338,6 +369,7 @@ def main() -> None:
     print(table([*runs.values()]))
     publish("pinn", judge([*runs.values()]), {"runs": [*runs.values()]})
     draw_curves([*runs.values()], RESULTS / "pinn.png")
+    draw_front([*runs.values()], RESULTS / "front.png")
 
 
 if __name__ == "__main__":

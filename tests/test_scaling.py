@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -134,3 +135,8 @@ def test_speeds_that_were_given_and_outputs_that_are_kept_stay() -> None:
         assert [worker.samples for worker in opt.workers] == [28, 9] and len(opt.outputs()) == 37
         with pytest.raises(ValueError, match="speeds"):
             opt.resize(3)
+
+
+def test_a_report_of_a_problem() -> None:
+    done = subprocess.run([sys.executable, "-m", "batchopt"], capture_output=True, text=True, check=True)
+    assert f"torch {torch.__version__}" in done.stdout and re.search(r"cores +\d+ of \d+, \d+ threads", done.stdout)

@@ -44,8 +44,8 @@ path = Path(tempfile.mkdtemp()) / "timeline.png"
 # A step of L-BFGS
 # ----------------
 #
-# A green bar is a worker that computes its share of the batch. The gaps between two evaluations are the parent's: it
-# sums the gradients, computes a direction and a step length. The first evaluation also places the batch.
+# A green bar is a worker that computes its share of the batch. The gaps between two evaluations are spent in the
+# parent: it sums the gradients, computes a direction and a step length. The first evaluation also places the batch.
 
 
 def lbfgs(iterations):

@@ -134,9 +134,9 @@ for name, (kind, options, candidates) in settings.items():
 # Errors over time
 # ----------------
 #
-# Left: the error relative to the exact solution, for the same time each. Adam hardly gets
-# anywhere in it; methods that learn the curvature do, and furthest those whose points are resampled, each time of which
-# may raise the error for a while. Right: the solution with the smallest error, which is steep at x = 0.
+# Left: the error relative to the exact solution, for the same time each. Adam hardly lowers it; methods that learn the
+# curvature do. Those whose points are resampled get furthest, although each resampling may raise the error for a while.
+# Right: the solution with the smallest error, which is steep at x = 0.
 
 figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
 for name, curve in curves.items():

@@ -86,9 +86,9 @@ with batchopt.BatchOptimizer(Rod(), loss_fn=objective, optimizer=None, paralleli
 # What bounds are worth
 # ---------------------
 #
-# Left: f is the same for both, and comes down to the noise: the measurements do not tell the two apart. Right: without
-# bounds the noise makes the conductivity swing to values that cannot be, most where the rod conducts well, since
-# temperatures hardly depend on how well. The bounds exclude that.
+# Left: f is the same for both, and falls to the noise level: the measurements fit both alike. Right: without bounds the
+# noise makes the conductivity swing to unphysical values, most where the rod conducts well, since temperatures hardly
+# depend on how well. The bounds exclude that.
 
 figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
 for name, curve in curves.items():
