@@ -12,14 +12,14 @@ from batchopt import Batches
 from batchopt.extending import read_bool, read_count
 from batchopt.ignite.checkpoint import Checkpoint, restore
 from batchopt.ignite.evaluator import create_evaluator
-from batchopt.ignite.loop import Log, Loop, Parts, progress, read_callbacks
+from batchopt.ignite.logs import read_logs
+from batchopt.ignite.loop import Loop, Parts, progress, read_callbacks
 from batchopt.ignite.loop import Moment as Moment
 from batchopt.ignite.monitor import Monitor
-from batchopt.ignite.record import Record
 from batchopt.ignite.schedule import Schedule
 from batchopt.ignite.train_data import batches_of
 from batchopt.ignite.trainer import create_trainer, length_of
-from batchopt.ignite.triggers import EarlyStopping, Filter
+from batchopt.ignite.triggers import EarlyStopping
 from batchopt.optimizer import BatchOptimizer
 
 
@@ -65,7 +65,8 @@ def fit(
             `"epoch"` or `"batch"`; `ReduceLROnPlateau` watches `eval_loss`, or `loss` without it.
         checkpoint: a folder for checkpoints, of which the newest `keep` are kept; or a `Checkpoint`.
         resume: `"never"`; `"auto"`, from the newest checkpoint if there is one; or the path of one.
-        log: the path of a record, `"log.jsonl"`; a folder for TensorBoard, `"runs/"`; a `Record`; or several.
+        log: the path of a record, `"log.jsonl"`; a folder for TensorBoard, `"runs/"`; a `Record`; a logger of
+            ignite (W&B, MLflow, ClearML ...), which gets the numbers of each epoch; or several.
         patience: stop if `eval_loss` (or `loss`, without validation) has not improved for this many epochs; or an
             `EarlyStopping` of another number.
         epoch_0: also validate, write a line and call `on_epoch` before the first epoch.
@@ -96,7 +97,7 @@ def fit(
         monitor=monitor,
         schedule=None if scheduler is None else Schedule(scheduler, scheduler_step),
         checkpoint=checkpoint if isinstance(checkpoint, Checkpoint | None) else Checkpoint(checkpoint, keep=keep),
-        logs=_read_logs(log, opt.is_main),
+        logs=read_logs(log, opt.is_main),
         epoch_0=read_bool("epoch_0", epoch_0),
         time_limit=_read_time_limit(time_limit),
     )
@@ -155,32 +156,6 @@ def _read_time_limit(time_limit: Any) -> float | None:
     return float(time_limit)
 
 
-class _Silent(Log):
-    """A log in a process that writes no files."""
-
-    def __init__(self, log: Log) -> None:
-        self.interval = log.interval
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return no state: the process that writes has it."""
-        return {}
-
-
-def _read_logs(log: Any, is_main: bool) -> list[Log]:
-    given = log if isinstance(log, list | tuple) else [] if log is None else [log]
-    found: list[Log] = []
-    for one in given:
-        if isinstance(one, str | os.PathLike):
-            found.append(Record(one) if os.fspath(one).endswith(".jsonl") else TensorBoard(one))
-        elif isinstance(one, Record | TensorBoard):
-            found.append(one)
-        else:
-            raise TypeError(f"`log` must be a file '*.jsonl', a folder for TensorBoard or a Record; got {one!r}")
-    if len({id(one) for one in found}) < len(found):
-        raise ValueError("`log` has the same record twice: it would write each line twice")
-    return found if is_main else [_Silent(one) for one in found]
-
-
 def _read_metrics(parts: Parts, opt: BatchOptimizer, eval_data: Any, metrics: Any) -> None:
     if not isinstance(metrics, Mapping):
         raise TypeError(f"`metrics` must be a dict of metrics by name; got {type(metrics).__name__}")
@@ -211,48 +186,3 @@ def _read_patience(patience: Any, parts: Parts) -> EarlyStopping | None:
             "give patience=EarlyStopping('eval_accuracy', mode='max'), say, or a metric 'loss'"
         )
     return stopping
-
-
-class TensorBoard:
-    """Scalars in the folder `path`: the loss of each batch as `batch/loss`, and all numbers of each epoch."""
-
-    interval: Filter | None = None
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        try:
-            import tensorboard  # torch's writer has a less helpful message if it is missing
-        except ImportError as error:
-            raise ImportError(
-                f"log={os.fspath(path)!r} is a folder for TensorBoard, and it is missing: "
-                "pip install 'batchopt[tensorboard]'; a record without it is log='log.jsonl'"
-            ) from error
-        del tensorboard
-        self._path = os.fspath(path)
-        self._logger: Any = None
-
-    def begin(self, state: Mapping[str, Any] | None, iteration: int) -> None:
-        """Start writing; entries that a killed run wrote after its checkpoint are discarded."""
-        from ignite.handlers import TensorboardLogger
-
-        self._logger = TensorboardLogger(log_dir=self._path, purge_step=iteration + 1 if iteration else None)
-
-    def batch(self, loss: float, iteration: int) -> None:
-        """Write the loss of a batch."""
-        self._logger.writer.add_scalar("batch/loss", loss, iteration)
-
-    def write(self, numbers: Mapping[str, float], iteration: int) -> None:
-        """Write the numbers of an epoch, at its last iteration."""
-        for name, value in numbers.items():
-            if name != "iteration":
-                self._logger.writer.add_scalar(name, value, iteration)
-        self._logger.writer.flush()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return no state: the iteration suffices."""
-        return {}
-
-    def close(self) -> None:
-        """Write pending entries."""
-        if self._logger is not None:
-            self._logger.close()
-            self._logger = None

@@ -190,6 +190,22 @@ def test_tensorboards_own_reader_finds_each_number_once_after_a_resume(tmp_path:
     ]
 
 
+def test_a_logger_of_ignite_gets_what_a_record_gets(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from ignite.handlers import TensorboardLogger
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with TensorboardLogger(log_dir=tmp_path) as logger, optimizer() as opt:
+        fit(opt, batches(), epochs=2, log=[logger, tmp_path / "log.jsonl"])
+        with pytest.raises(ValueError, match="twice"):
+            fit(opt, batches(), epochs=2, log=[logger, logger])
+    read = EventAccumulator(str(tmp_path)).Reload()
+    lines = Record(tmp_path / "log.jsonl").lines()
+    assert [(event.step, event.value) for event in read.Scalars("batchopt/loss")] == [
+        (line["iteration"], pytest.approx(line["loss"])) for line in lines
+    ]
+
+
 # The monitor
 
 
