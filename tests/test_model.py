@@ -450,5 +450,5 @@ TestMany = cases(
     "Many", pytest.mark.slow, pytest.mark.timeout(900), max_examples=40, stateful_step_count=25, derandomize=True
 )
 TestOthersEachNight = cases(
-    "Others", pytest.mark.nightly, pytest.mark.timeout(3600), max_examples=200, stateful_step_count=30
+    "Others", pytest.mark.nightly, pytest.mark.timeout(7200), max_examples=200, stateful_step_count=30
 )

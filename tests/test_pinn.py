@@ -141,6 +141,7 @@ def test_ten_seeds_of_burgers_and_three_of_the_others_are_wanted() -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("method", [name for name in pinn.METHODS if name != "DeepXDE"])
 def test_a_short_run_lowers_the_loss(method: str) -> None:
     rows = pinn.run("Helmholtz", method, 0, 3.0)["curve"]

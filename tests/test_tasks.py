@@ -197,6 +197,7 @@ def held(pids: list[int]) -> list[tuple[int, int]]:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(600)
 def test_calls_do_not_pile_up_descriptors_mappings_or_memory() -> None:
     inputs, targets = X.repeat(50, 1), Y.repeat(50, 1)
     with make(2, inputs, targets, chunk_size=250) as opt:

@@ -1,0 +1,1 @@
+"""Commands of the project, of which `check` has decisions that are tested."""
