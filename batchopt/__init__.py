@@ -20,6 +20,7 @@ from batchopt.errors import (
     WorkerStartError,
 )
 from batchopt.extending import Evaluated, Observer
+from batchopt.extras.covariance import Covariance
 from batchopt.extras.doctor import Diagnosis
 from batchopt.extras.hogwild import hogwild
 from batchopt.extras.resampling import resample
@@ -42,6 +43,7 @@ __all__ = [
     "BatchoptError",
     "CheckpointError",
     "CompileError",
+    "Covariance",
     "Diagnosis",
     "Evaluated",
     "Iteration",

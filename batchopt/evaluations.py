@@ -36,6 +36,7 @@ from batchopt.extending import Extensible
 from batchopt_workers.tasks.hogwild import Factory
 
 if TYPE_CHECKING:
+    from batchopt.extras.covariance import Covariance
     from batchopt.extras.timeline import Timeline
 
 Self = TypeVar("Self", bound="Evaluations")
@@ -226,6 +227,45 @@ class Evaluations(Extensible):
         `residuals`, one term after the other. For few residuals: all rows of J are in memory together. Raises
         `ValueError` for more than `limit` of them, and what `residuals` raises."""
         return gram(self._function, limit)
+
+    @exclusive
+    def covariance(
+        self,
+        kind: str | None = None,
+        *,
+        sigma: float | None = None,
+        tolerance: float | None = None,
+        limit: int = 5_000,
+    ) -> Covariance:
+        """Return the covariance of the parameters at X as estimated from the loaded batch: a `Covariance`, of which
+        `print(found.summary())` shows standard errors, and `found.of(function)` gives those of functions of the module.
+
+        kind: `"least squares"`, where f is a sum of squares: s² (JᵀVJ)⁻¹, by `normal`, with V the weights of samples
+        and terms. `"likelihood"`: the inverse Hessian, by `hvp`, of f as a negative log likelihood; a mean is
+        multiplied by what it divides by. `"sandwich"`: H⁻¹ G H⁻¹, where G has the outer products of the gradients of
+        samples, which is right also if the likelihood is not (Huber, "The behavior of maximum likelihood estimates
+        under nonstandard conditions", 1967; White, "Maximum likelihood estimation of misspecified models",
+        Econometrica 50, 1982). Default: the first where f is a sum of squares, else the second.
+
+        sigma: the known standard deviation of a residual of weight 1. Default: s² is the sum of weighted squares
+        divided by the degrees of freedom. tolerance: the largest eigenvalue of a singular direction, of the matrix
+        scaled to a unit diagonal; parameters that take part have infinite errors, and `singular` names them. Default:
+        what rounding makes of 0. limit: of the number of parameters.
+
+        Algebra is in float64; rows and products are in X's dtype, and `digits` says what that leaves. Frozen parameters
+        have no error. A likelihood takes an evaluation, which sets `grad_parameters`, and p products. Raises
+        `ValueError` for a Hessian with a negative eigenvalue, a robust loss or means of several terms as least squares,
+        no degrees of freedom, or gradients of samples that do not sum up to df/dX; and what `normal`, `hvp` and `total`
+        raise.
+
+        >>> opt.load(x, y)
+        >>> opt.covariance(tolerance=1e-6)  # of a network some directions are not determined # doctest: +ELLIPSIS
+        Covariance(least squares, 25 parameters, ... singular directions)
+        """
+        from batchopt.extras.uncertainty import covariance_of
+
+        self._owner.check_between_steps("covariance")
+        return covariance_of(self, kind, sigma, tolerance, limit)
 
     def evaluate_many(
         self, points: torch.Tensor | Sequence[torch.Tensor], gradients: bool = False

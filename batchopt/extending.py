@@ -6,7 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
+
+import torch
 
 from batchopt._data.arguments import check_callable as check_callable
 from batchopt._data.arguments import read
@@ -38,11 +40,28 @@ from batchopt_workers.data.structures import is_tensor as is_tensor
 from batchopt_workers.data.structures import items_of as items_of
 from batchopt_workers.data.structures import map_tensors as map_tensors
 from batchopt_workers.data.structures import tensors_in as tensors_in
+from batchopt_workers.map.weighting import SAMPLE_WEIGHT
 from batchopt_workers.process.interrupts import let_through as let_through
 from batchopt_workers.tasks.inspection import normalises_by_chunk as normalises_by_chunk
 from batchopt_workers.tasks.inspection import written as written
+from batchopt_workers.tasks.scores import Bound as Bound
+from batchopt_workers.tasks.scores import ScoreSums as ScoreSums
 
 Followed = TypeVar("Followed", bound=Observer)
+
+
+class Weighing(NamedTuple):
+    """The part of a term's `samples` in f, with the term's `weight`: by `reduction` their `"mean"` or `"sum"`; the
+    `divisor` of the mean, which is their number or the sum of their weights or denominators (1 for a sum); the
+    `weights` of samples (float64, shape `(samples,)`), if given; `one_by_one`: they are a list, each evaluated by
+    itself."""
+
+    weight: float
+    reduction: str
+    samples: int
+    divisor: float
+    weights: torch.Tensor | None
+    one_by_one: bool
 
 
 class Extensible:
@@ -94,6 +113,16 @@ class Extensible:
         """The number of samples in a chunk of the loaded batch; None: each worker has one, by its speed. Raises
         `BatchoptError` if there is none."""
         return self._function.loaded().chunk_size
+
+    @property
+    def weighings(self) -> dict[str | None, Weighing]:
+        """The way in which each term of the loaded batch, by name, weights its samples; without terms, under None.
+        Raises `BatchoptError` if there is none."""
+        step, found = self._function.loaded(), {}
+        for part, weight in zip(step.batch.parts, step.weights, strict=True):
+            own, weights = part.weighting, part.criterion_rows.get(SAMPLE_WEIGHT)
+            found[part.name] = Weighing(weight, own.reduction, own.size, own.divisor, weights, part.one_by_one)
+        return found
 
     @property
     def compiled(self) -> str:

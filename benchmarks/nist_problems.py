@@ -141,8 +141,8 @@ MODELS: dict[str, Model] = {
 
 @dataclass(frozen=True)
 class Regression:
-    """A problem: `x` and `y` (float64, a row for each observation), two starts, and the certified parameters and sum of
-    squares."""
+    """A problem: `x` and `y` (float64, a row for each observation), two starts, and the certified parameters, their
+    standard deviations and the sum of squares."""
 
     name: str
     difficulty: str
@@ -150,6 +150,7 @@ class Regression:
     y: Tensor
     starts: tuple[Tensor, Tensor]
     certified: Tensor
+    deviations: Tensor
     squares: float
 
     def predict(self, b: Tensor, x: Tensor) -> Tensor:
@@ -188,6 +189,7 @@ def read_problems() -> list[Regression]:
             tensor(entry["y"]).log() if entry["name"] == "Nelson" else tensor(entry["y"]),
             (tensor(entry["starts"][0]), tensor(entry["starts"][1])),
             tensor(entry["certified"]),
+            tensor(entry["deviations"]),
             entry["rss"],
         )
         for entry in published

@@ -466,6 +466,12 @@ on(lambda opt: opt.objective()(["a"] * 103)) -> TypeError: real numbers
 on(lambda opt: opt.objective()(np.full(103, 1e300))) -> ValueError: not a finite number of torch.float32
 on(lambda opt: opt.objective().hvp(opt.objective().x0, np.zeros(102))) -> ValueError: `v` must have shape (103,)
 on(lambda opt: opt.objective().least_squares().fun(np.ones(103)), criterion=nn.L1Loss()) -> ValueError: f is not known t
+on(lambda opt: opt.covariance("bayes")) -> ValueError: `kind` must be one of ['least squares', 'likelihood', 'sandwich']
+on(lambda opt: opt.covariance(sigma=<0 | -1.0>)) -> ValueError: `sigma` must be
+on(lambda opt: opt.covariance("sandwich", sigma=1.0)) -> ValueError: is for kind='least squares'; got 'sandwich'
+on(lambda opt: opt.covariance("least squares"), criterion=nn.L1Loss()) -> ValueError: f is not known to be a sum
+on(lambda opt: opt.covariance()) -> ValueError: 16 residuals leave 103 parameters no degrees of freedom... pass `sigma`
+on(lambda opt: opt.covariance("likelihood", limit=102)) -> ValueError: the Hessian of 103 parameters... give `limit`
 """
 
 # ---- batches in epochs, metrics, optimizers
