@@ -25,6 +25,10 @@ Vector = npt.NDArray[np.float64]
 SMALL, GROUPS = range(2, 51), 120
 # Sizes in the group of large ones, of which every fifth problem is taken.
 LARGE, EVERY = range(100, 201), 5
+# Bounds from this size on are none.
+ENDLESS = 1e20
+# Those with bounds: the most variables and terms.
+BOUNDED, BOUNDED_GROUPS = 150, 300
 # f has no lower bound: INDEF, INDEFM and the Fletcher functions; or is known from the same problem by another name.
 UNBOUNDED = ("FLETBV3M", "FLETCBV3", "FLETCHBV", "INDEF", "INDEFM")
 TWINS = ("BRYBND", "DANIWOODLS", "HATFLDFL", "MGH10SLS", "MGH17SLS", "QUARTC", "SINQUAD", "SISSER", "YATP1CLS")
@@ -42,6 +46,14 @@ class Problem:
     def start(self) -> Vector:
         """The published start."""
         return np.array(self.source.x0, dtype=np.float64).reshape(-1)
+
+    @property
+    def bounds(self) -> tuple[Vector, Vector]:
+        """The lowest and the highest value of each variable."""
+        lower, upper = (
+            np.array(side, dtype=np.float64).reshape(-1) for side in (self.source.xlower, self.source.xupper)
+        )
+        return np.where(lower <= -ENDLESS, -np.inf, lower), np.where(upper >= ENDLESS, np.inf, upper)
 
     def __call__(self, x: Vector) -> tuple[float, Vector]:
         """f and df/dX."""
@@ -146,7 +158,16 @@ def large() -> Iterator[Problem]:
         yield load(name, argument)
 
 
-def _rows() -> list[dict[str, str]]:
+def bounded() -> Iterator[Problem]:
+    """Those with bounds, and of no more than 150 variables in their default size."""
+    for row in _rows("b"):
+        if int(row["dim"]) <= BOUNDED:
+            problem = load(row["problem_name"])
+            if len(getattr(problem.source, "objgrps", [])) <= BOUNDED_GROUPS:
+                yield problem
+
+
+def _rows(kind: str = "u") -> list[dict[str, str]]:
     with (_library() / "probinfo_python.csv").open() as file:
         rows = list(csv.DictReader(file))
-    return [row for row in rows if row["ptype"] == "u" and row["problem_name"] not in (*UNBOUNDED, *TWINS)]
+    return [row for row in rows if row["ptype"] == kind and row["problem_name"] not in (*UNBOUNDED, *TWINS)]

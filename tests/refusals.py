@@ -308,7 +308,8 @@ build(lr=2) -> TypeError: `lr`: it is optimizer=lambda params: torch.optim.Adam(
 build(device=2) -> TypeError: `device`: ...devices=[...], with one for each worker here
 build(paralellize=2) -> TypeError: `paralellize`: it is parallelize=... here
 build(tol=2) -> TypeError: it is optimizer=lambda params: batchopt.LBFGS(params, max_iter=..., tolerance_grad=...), for
-build(bounds=2) -> TypeError: minimize opt.objective() by scipy.optimize (docs/solvers.md), or parametrize what is bound
+build(bounds=2) -> TypeError: LBFGS and LevenbergMarquardt have them: optimizer=lambda params: batchopt.LBFGS(params,
+build(constraints=2) -> TypeError: minimize opt.objective() by scipy.optimize (docs/solvers.md), or parametrize what is
 build(epochs=2) -> TypeError: `epochs`: ...batchopt.ignite.fit(opt, batches, epochs=...)
 build(zzz=1) -> TypeError: BatchOptimizer has no argument `zzz`
 """
@@ -507,6 +508,7 @@ def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> float:
 
 WIDE = torch.ones(2, dtype=torch.float64, requires_grad=True)
 ONE, OTHER = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+COMPLEX, NAMED = torch.ones(2, dtype=torch.complex64, requires_grad=True), [("a", ONE)]
 KINDS = {"LBFGS": batchopt.LBFGS, "CG": batchopt.CG, "SSBroyden": batchopt.SSBroyden, "LM": batchopt.LevenbergMarquardt}
 SCORER = sklearn.metrics.make_scorer(sklearn.metrics.f1_score, average="macro")
 
@@ -576,7 +578,20 @@ of(<SEARCHES>).step(None) -> TypeError: `closure` must be a function
 of(<EACH>, tol=1) -> TypeError: has no argument `tol`: it is tolerance_grad=... here
 of(<EACH>, maxiter=1) -> TypeError: has no argument `maxiter`: it is max_iter=... here
 of(<EACH>, tolerance_chang=1) -> TypeError: it is tolerance_change=... here
-of(<EACH>, bounds=1) -> TypeError: have none: minimize opt.objective() by scipy.optimize
+of(<"CG" | "SSBroyden">, bounds=1) -> TypeError: LBFGS and LevenbergMarquardt have them
+of(<EACH>, constraints=1) -> TypeError: have none but bounds=...: minimize opt.objective() by scipy.optimize
+of("LBFGS", bounds=<1 | "all" | []>) -> TypeError: `bounds` must be a dictionary from parameters or their names to pairs
+of(<BOTH>, bounds={"rate": (0, 1)}) -> ValueError: `bounds` has 'rate', which is none...names need module.named_paramete
+of(<BOTH>, NAMED, bounds={"b": (0, 1)}) -> ValueError: `bounds` has 'b', which is none of the optimizer's parameters: a
+of(<BOTH>, bounds={OTHER: (0, 1)}) -> ValueError: `bounds` has a tensor of shape (2,), which is none of
+of(<BOTH>, bounds=[(1, 0)]) -> ValueError: `bounds` of parameter 0: each lower bound must be <= its upper bound
+of(<BOTH>, bounds={ONE: (math.nan, 0)}) -> ValueError: `bounds` of parameter 0: each lower bound must be
+of(<BOTH>, bounds=[(0, -math.inf)]) -> ValueError: each lower bound must be <= its upper bound
+of(<BOTH>, bounds=[(0, V)]) -> ValueError: must be numbers or have its shape, (2,); got (3,)
+of("LM", bounds=[<0 | (0,)>]) -> TypeError: `bounds` of parameter 0 must be a pair (lower, upper); got <>
+of(<BOTH>, bounds=[(0, "a")]) -> TypeError: must be numbers, tensors of its shape or None; got 'a'
+of(<BOTH>, [COMPLEX], bounds=[(0, 1)]) -> ValueError: complex numbers have no order
+of("LBFGS", bounds=[(0, 1)], l1=0.1) -> ValueError: `l1` 0.1 and `bounds` are not minimised together
 of(<EACH>, epochs=1) -> TypeError: call opt.step for each batch
 of(<"LBFGS" | "SSBroyden">, when_data_change="ask") -> ValueError: must be one of 'forget', 'keep'; got 'ask'
 of("LBFGS", line_search_fn="wolfe") -> ValueError: 'strong_wolfe', 'armijo', None; got 'wolfe'
@@ -596,6 +611,7 @@ svrg(0) -> ValueError: `update_freq` must be >= 1
 svrg().step(lambda: ONE.sum()) -> RuntimeError: call begin_pass
 """
 
+BOTH = '"LBFGS" | "LM"'
 SEARCHES, EACH = '"LBFGS" | "CG" | "SSBroyden"', '"LBFGS" | "CG" | "SSBroyden" | "LM"'
 USED = math, np, DataLoader, SimpleNamespace, Listed, difference  # by the calls in the tables
 NAMES: dict[str, Any] = {**vars(batchopt), **globals()}
@@ -618,7 +634,8 @@ def rows(table: str) -> list[Refusal]:
     found = []
     for line in table.strip().replace(" ->\n    ", " -> ").splitlines():
         call, error, words = re.fullmatch(r"(.*?) -> (\w+): (.*)", line).groups()  # type: ignore[union-attr]
-        call = call.replace("<SEARCHES>", f"<{SEARCHES}>").replace("<EACH>", f"<{EACH}>")
+        for name, kinds in {"SEARCHES": SEARCHES, "EACH": EACH, "BOTH": BOTH}.items():
+            call = call.replace(f"<{name}>", f"<{kinds}>")
         values = re.search(r"<(.*)>", call)
         for value in values[1].split(" | ") if values else [""]:
             told = words.replace("<>", repr(eval(value, NAMES))) if value and "<>" in words else words

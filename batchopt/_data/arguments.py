@@ -215,11 +215,9 @@ _CALLED_BY_OPTIMIZERS = {
 }
 # What is to be found elsewhere.
 _ELSEWHERE = {
-    **dict.fromkeys(
-        ("bounds", "constraints"),
-        "the optimizers here have none: minimize opt.objective() by scipy.optimize (docs/solvers.md), or parametrize "
-        "what is bounded, as by exp or sigmoid in forward",
-    ),
+    "bounds": "LBFGS and LevenbergMarquardt have them: optimizer=lambda params: batchopt.LBFGS(params, bounds=...)",
+    "constraints": "the optimizers here have none but bounds=...: minimize opt.objective() by scipy.optimize "
+    "(docs/solvers.md), or parametrize what is constrained, as by softmax in forward",
     **dict.fromkeys(
         ("epochs", "max_epochs", "n_epochs", "num_epochs"),
         "call opt.step for each batch, or batchopt.ignite.fit(opt, batches, epochs=...)",

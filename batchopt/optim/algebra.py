@@ -194,6 +194,17 @@ def _products(rows: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
     return torch.stack(found).sum(0) if len(found) > 1 else found[0]
 
 
+def products_among(rows: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:
+    """Return the products of rows (shape `(k, n)`) with each other over these of their elements (indices): float64,
+    shape `(k, k)`, on the CPU."""
+    found = torch.zeros(len(rows), len(rows), dtype=torch.float64)
+    with torch_threads(1):
+        for part in torch.split(elements, BLOCK // 16):
+            some = rows[:, part].double()
+            found += (some @ some.T).cpu()
+    return found
+
+
 def combination(weights: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Add `weights @ rows` (shapes `(k,)`, `(k, n)`) to `out` (shape `(n,)`). The rows are read once."""
     factors = weights.to(rows)

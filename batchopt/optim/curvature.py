@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from batchopt.optim.algebra import add, combination, copy, dots, products, scaled
+from batchopt._machine.cores import torch_threads
+from batchopt.optim.algebra import add, combination, copy, dots, products, products_among, scaled
 
 Doubles = npt.NDArray[np.float64]
 
@@ -140,6 +141,30 @@ class Curvature:
         weights = _turned(weights, -self._known.first).reshape(-1)
         return combination(torch.tensor(weights), self._rows[: 2 * len(self)], out)
 
+    def step(
+        self, vector: torch.Tensor, held: torch.Tensor, moves: torch.Tensor, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the step s that is `moves` where `held`, and the gradient of the model after it, `vector + B s`, which
+        is 0 elsewhere: B is the inverse of H; without pairs, of `scale`. All shapes `(size,)`.
+
+        The small system is that of Byrd, Lu, Nocedal and Zhu, "A limited memory algorithm for bound constrained
+        optimization", SIAM Journal on Scientific Computing 16, 1995, for the inverse.
+        """
+        known = self._known = self._completed()
+        self._pair = self._seen = None
+        rows = self._rows[: 2 * len(self)]
+        if len(self):
+            scale = float(known.sy[-1, -1] / known.yy[-1, -1])
+        right = torch.where(held, -moves / scale, vector)
+        image = scaled(right, scale, torch.empty_like(right))
+        if len(self):
+            order = torch.arange(len(rows)).view(-1, 2).roll(-known.first, 0).T.reshape(-1)  # as in `_with_rows`
+            gram = products_among(rows, held.nonzero()[:, 0])[order][:, order]
+            weights = torch.empty(len(rows), dtype=torch.float64)
+            weights[order] = _restricted(known, scale, gram, torch.from_numpy(self._with_rows(right).reshape(-1)))
+            combination(weights, rows, image)
+        return torch.where(held, moves, -image), torch.where(held, vector + (2 * moves + image) / scale, 0.0)
+
     def mark(self) -> None:
         """Remember the current state for `rewind`; rows are copied only when they are overwritten."""
         self._marked = self._known, self._pair
@@ -215,3 +240,19 @@ def _weights(known: _Known) -> tuple[float, Doubles]:
     inner = diagonal * of_y + scale * (torch.mv(yy, once).numpy() - with_y)
     of_s = torch.linalg.solve_triangular(sy.T, torch.from_numpy(inner)[:, None], upper=False)[:, 0].numpy()
     return scale, np.stack((-of_s, scale * of_y), axis=1)
+
+
+def _restricted(known: _Known, scale: float, gram: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return the weights of s and y (shape `(2 * pairs,)`) in the image of a vector whose products with them are
+    `right`; `gram`: their products among each other, over the elements that are held."""
+    count = known.pairs
+    sy, yy = torch.from_numpy(known.sy), torch.from_numpy(known.yy)
+    matrix = gram.clone()
+    matrix[:count, count:] -= sy
+    matrix[count:, :count] -= sy.T
+    matrix[count:, count:] -= yy + sy.diagonal().diag() / scale
+    sizes = yy.diagonal().sqrt()  # pairs differ by orders of magnitude
+    sizes = torch.cat((scale * sizes, sizes))
+    with torch_threads(1):
+        found: torch.Tensor = torch.linalg.solve_ex(matrix / sizes / sizes[:, None], right / sizes)[0]
+    return scale * found / sizes

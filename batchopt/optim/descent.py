@@ -114,7 +114,8 @@ class Descent(Minimizer):
         if kind == "armijo":
             return armijo(line, start, first, evaluations)
         noise = max(run.noise, self._rounding(run))
-        return strong_wolfe(line, start, first, evaluations, max(noise - (start.f - run.best), 0.0), self.flat)
+        noise, most = max(noise - (start.f - run.best), 0.0), line.most
+        return strong_wolfe(line, start, min(first, most), evaluations, noise, self.flat, most)
 
     def _learn_noise(self, run: Search, start: TrialPoint, samples: list[TrialPoint]) -> bool:
         """Estimate the noise of f after an unsuccessful search: its deviation from the slopes, where they are about

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from batchopt.optim.algebra import absolute_sum, add, dot
+from batchopt.optim.algebra import absolute_sum, add, copy, dot, scaled
+from batchopt.optim.bounds import Bounds, Box
 from batchopt.optim.curvature import Curvature
 from batchopt.optim.descent import Descent
 from batchopt.optim.line import Closure, Function, Line, Point
@@ -59,6 +61,23 @@ class OrthantLine(Line):
         return dot(self._pseudo, self.direction) if point is self.start else super().slope(point)
 
 
+class BoxLine(Line):
+    """Points of a line within the bounds."""
+
+    def __init__(
+        self, function: Function, start: Point, direction: torch.Tensor, spare: Sequence[Point], box: Box
+    ) -> None:
+        super().__init__(function, start, direction, spare)
+        self._box = box
+
+    @property
+    def most(self) -> float:
+        return self._box.farthest(self.start.x, self.direction)
+
+    def place(self, step: float, x: torch.Tensor) -> None:
+        self._box.place(self.start.x, self.direction * step, x)
+
+
 class LBFGS(Descent):
     """Limited-memory BFGS, with the arguments of `torch.optim.LBFGS`.
 
@@ -81,6 +100,11 @@ class LBFGS(Descent):
             None: no search, the step is `lr`.
         l1: adds `l1` times the sum of the parameters' absolute values to f, which the closure does not include;
             parameters become exactly 0. The line search is then the projected one of OWL-QN. Default 0.
+        bounds: a lower and an upper bound of parameters, as pairs `(lower, upper)` of numbers, tensors of the
+            parameter's shape, or None: a dictionary by parameter, or by name if `params` are
+            `module.named_parameters()`; or a list with a pair or None for each parameter. They are rounded to the
+            parameter's dtype, and no evaluation is outside of them: a start that is moves to the nearest point within.
+            They are no part of `state_dict`. Default None.
         when_data_change: what happens to the curvature if f or its gradient has changed at the parameters where the
             last step ended. `"forget"`, the default, drops it. `"keep"` is for resampled points of the same problem:
             the first step on them decides. If f has between a hundredth and 100 times the known curvature along it,
@@ -96,8 +120,12 @@ class LBFGS(Descent):
     Liu and Nocedal, "On the limited memory BFGS method for large scale optimization", Mathematical Programming 45,
     1989; the direction in compact form, see `Curvature`; the line search of More and Thuente, 1994, with the
     approximate Wolfe conditions of Hager and Zhang, 2005. `l1`: Andrew and Gao, "Scalable training of L1-regularized
-    log-linear models", ICML 2007. Raises `ValueError` or `TypeError` for options that cannot work, and for parameters
-    that do not form one vector.
+    log-linear models", ICML 2007. `bounds`: the step to the minimum of the quadratic model within the bounds, as in
+    Schmidt, van den Berg, Friedlander and Murphy, "Optimizing costly functions with simple constraints: a
+    limited-memory projected quasi-Newton algorithm", AISTATS 2009, found by the active sets of `Box.step`; with all
+    bounds infinite each bit is as without. `tolerance_grad` and `result.gradient` are then of the projected gradient:
+    0 for an element at a bound that it leads out of. Raises `ValueError` or `TypeError` for options that cannot work,
+    for `l1` together with `bounds`, and for parameters that do not form one vector.
 
     >>> x = torch.nn.Parameter(torch.tensor([-1.2, 1.0], dtype=torch.float64))
     >>> optimizer = batchopt.LBFGS([x], max_iter=100)
@@ -123,10 +151,19 @@ class LBFGS(Descent):
         line_search_fn: str | None = "strong_wolfe",
         *,
         l1: float = 0.0,
+        bounds: Bounds = None,
         when_data_change: str = "forget",
         callback: Callback | None = None,
     ) -> None:
         super().__init__(locals())
+        self._check_l1()
+
+    def _check_l1(self) -> None:
+        if self._bounds is not None and self._group["l1"]:
+            raise ValueError(
+                f"`l1` {self._group['l1']} and `bounds` are not minimised together: for parameters that are bounded by "
+                "0 from below, add l1 * p.sum() to the loss, and leave `l1` out; else leave one of them out"
+            )
 
     def _make_room(self) -> None:
         super()._make_room()
@@ -157,9 +194,20 @@ class LBFGS(Descent):
 
     def _aim(self, here: Point, out: torch.Tensor) -> None:
         steepest = self._steepest(here)
+        if self._box is not None:
+            self._aim_within(self._box, here, scaled(steepest, -1.0, out))
+            return
         self._curvature.times(steepest, out)
         if self._group["l1"]:
             project(out, steepest)
+
+    def _aim_within(self, box: Box, here: Point, out: torch.Tensor) -> None:
+        curvature, gradient = self._curvature, here.gradient
+        first = 1.0 if len(curvature) else self._steepest_first(here)
+        scale = first if 0 < first < math.inf else 1.0
+        step = box.step(here.x, gradient, lambda held, moves: curvature.step(gradient, held, moves, scale))
+        assert step is not None  # H has an inverse
+        copy(step, out)
 
     def _learn(self, before: Point, after: Point, change: torch.Tensor) -> None:
         self._curvature.add(change, before.gradient, after.gradient)
@@ -178,7 +226,7 @@ class LBFGS(Descent):
         return self._group["when_data_change"] == "keep" and len(self._curvature) > 0
 
     def _first(self, slope: float) -> float | None:
-        return 1.0 if len(self._curvature) else None
+        return 1.0 if self._box is not None or len(self._curvature) else None
 
     @property
     def _line_search(self) -> str | None:
@@ -187,7 +235,7 @@ class LBFGS(Descent):
 
     def _steepest(self, here: Point) -> torch.Tensor:
         if not self._group["l1"]:
-            return here.gradient
+            return super()._steepest(here)
         if self._pseudo is None:
             self._pseudo = self._vector.empty()
         found = pseudo_gradient(here.x, here.gradient, self._group["l1"], out=self._pseudo)
@@ -195,6 +243,7 @@ class LBFGS(Descent):
         return found
 
     def _function(self, closure: Closure) -> Function:
+        self._check_l1()
         if not self._group["l1"]:
             return super()._function(closure)
         if any(parameter.is_complex() for parameter in self._group["params"]):
@@ -206,6 +255,8 @@ class LBFGS(Descent):
         return PenalisedFunction(self._vector, closure, self._group["l1"])
 
     def _line(self, run: Search) -> Line:
+        if self._box is not None:
+            return BoxLine(run.function, run.here, self._direction, run.spare, self._box)
         if not self._group["l1"]:
             return super()._line(run)
         return OrthantLine(run.function, run.here, self._direction, run.spare, self._steepest(run.here))

@@ -9,6 +9,7 @@ import torch
 
 from batchopt.errors import NonFiniteError
 from batchopt.optim.algebra import norm
+from batchopt.optim.bounds import Bounds
 from batchopt.optim.line import Closure, Point
 from batchopt.optim.minimizer import NOBODY, Callback, Minimizer, Search, Watch, limit
 from batchopt.optim.quadratic import DenseModel, Model, ProductModel
@@ -57,7 +58,7 @@ class LevenbergMarquardt(Minimizer):
             damping; or once the residuals are the rounding of those at the start: f is eps² of f there. Default 1e-9; 0
             never ends a step.
         tolerance_grad: stop where no element of the gradient is larger, in units of f. Default 0.
-        max_eval, callback: see `LBFGS`.
+        max_eval, bounds, callback: see `LBFGS`.
 
     `result` and the final parameters are as described for `LBFGS`: a point is accepted only if it is lower, and a trial
     that is not finite only shortens the next step. In a custom loop, `step(closure)` takes a closure that returns
@@ -68,7 +69,11 @@ class LevenbergMarquardt(Minimizer):
     Levenberg 1944, Marquardt 1963; the damping as in Nielsen, "Damping parameter in Marquardt's method", IMM report
     1999-05, but a tenth of the last one where the model predicted the decrease to a tenth; Moré, "The
     Levenberg-Marquardt algorithm: implementation and theory", 1978; Transtrum and Sethna, "Improvements to the
-    Levenberg-Marquardt algorithm for nonlinear least-squares minimization", arXiv 1201.5885, 2012.
+    Levenberg-Marquardt algorithm for nonlinear least-squares minimization", arXiv 1201.5885, 2012. With `bounds` a step
+    minimises the damped model within them: the constrained method of Kanzow, Yamashita and Fukushima,
+    "Levenberg-Marquardt methods with strong local convergence properties for solving nonlinear equations with convex
+    constraints", Journal of Computational and Applied Mathematics 172, 2004; the second-order correction is of the
+    elements that are not held.
 
     >>> times = torch.linspace(0, 3, 20, dtype=torch.float64)
     >>> rate = torch.nn.Parameter(torch.ones(1, dtype=torch.float64))
@@ -88,6 +93,7 @@ class LevenbergMarquardt(Minimizer):
         tolerance_grad: float = 0.0,
         tolerance_change: float = 1e-9,
         *,
+        bounds: Bounds = None,
         geodesic: bool = False,
         dense: int = 5_000,
         when_data_change: str = "forget",
@@ -129,9 +135,13 @@ class LevenbergMarquardt(Minimizer):
         if "damping" not in memory:
             damping = self._first_damping(run, model, damping)
         while damping <= MOST and run.function.evaluations < limit(self._group["max_eval"]):
-            step = self._step(model, damping)
+            step = self._step(model, here, damping)
             if step is not None:
-                torch.add(here.x, step.to(here.x), out=after.x)
+                if self._box is None:
+                    torch.add(here.x, step.to(here.x), out=after.x)
+                else:
+                    self._box.place(here.x, step.to(here.x), after.x)
+                    step = (after.x - here.x).to(step)
                 if torch.equal(after.x, here.x):
                     break
                 run.function.at(after)
@@ -145,7 +155,7 @@ class LevenbergMarquardt(Minimizer):
                     memory["growth"] = 2.0
                     torch.sub(after.x, here.x, out=self._change)
                     self._settled = self._is_small(here, model, step) and self._is_small(
-                        here, model, model.solve(model.vector.neg(), LEAST)
+                        here, model, self._minimum(model, here, LEAST)
                     )
                     run.here, run.spare, run.change = after, [here, *run.spare[1:]], norm(self._change)
                     self._keep_lowest(run, here)
@@ -164,7 +174,7 @@ class LevenbergMarquardt(Minimizer):
         of them holds only nearby."""
         bound = _size(model, run.here)
         while bound and damping < MOST:
-            step = model.solve(model.vector.neg(), damping)
+            step = self._minimum(model, run.here, damping)
             if step is not None and _length(model, step) <= bound:
                 break
             damping *= LONGER
@@ -200,13 +210,30 @@ class LevenbergMarquardt(Minimizer):
         memory["scale"] = model.scale
         return model
 
-    def _step(self, model: Model, damping: float) -> torch.Tensor | None:
+    def _minimum(self, model: Model, here: Point, damping: float) -> torch.Tensor | None:
+        """Return the step to the minimum of the damped model, within the bounds; None if it has none."""
+        if self._box is None:
+            return model.solve(model.vector.neg(), damping)
+
+        def after(step: torch.Tensor) -> torch.Tensor:
+            return model.vector + model.times(step) + damping * model.scale * step
+
+        def solve(held: torch.Tensor, moves: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+            free = (~held).double()
+            found = model.solve(-after(moves) * free, damping, free)
+            return None if found is None else (moves + found, after(moves + found))
+
+        return self._box.step(here.x, model.vector, solve)
+
+    def _step(self, model: Model, here: Point, damping: float) -> torch.Tensor | None:
         """Return the step at this damping; None if the model has none that can be trusted."""
-        step = model.solve(model.vector.neg(), damping)
+        step = self._minimum(model, here, damping)
         if step is None or not self._group["geodesic"]:
             return step
+        free = None if self._box is None else self._box.leaves(here.x, step).double()
         try:
-            bend = model.solve(self._squares.acceleration(step.to(self._vector.dtype)).double().neg(), damping)
+            force = self._squares.acceleration(step.to(self._vector.dtype)).double().neg()
+            bend = model.solve(force if free is None else force * free, damping, free)
         except NonFiniteError:  # the residuals are not finite along the step: its trial decides
             return step
         if bend is None:
@@ -218,7 +245,7 @@ class LevenbergMarquardt(Minimizer):
         """Tell whether the trial is lower; if only rounding differs, whether its gradient is smaller."""
         if after.f < here.f - self._rounding(run):
             return True
-        steep, steeper = (float((p.gradient.double().square() / scale).sum()) for p in (after, here))
+        steep, steeper = (float((self._steepest(p).double().square() / scale).sum()) for p in (after, here))
         return after.f <= here.f + self._rounding(run) and steep < steeper
 
 

@@ -94,6 +94,11 @@ class Line:
         self.samples.append(sample)
         return sample
 
+    @property
+    def most(self) -> float:
+        """The largest step that a search may try."""
+        return math.inf
+
     def place(self, step: float, x: torch.Tensor) -> None:
         """Write the point at `step` to `x`."""
         add(self.start.x, self.direction, step, out=x)

@@ -45,24 +45,34 @@ class Accept(NamedTuple):
     flat: float
     noise: float
 
+    def is_lower(self, trial: TrialPoint) -> bool:
+        """Tell whether f has decreased sufficiently."""
+        return trial.f <= self.start.f + C1 * trial.step * self.start.slope
+
     def __call__(self, trial: TrialPoint) -> bool:
         """Tell whether to stop at this trial."""
         slope = self.start.slope
-        if trial.f <= self.start.f + C1 * trial.step * slope:
+        if self.is_lower(trial):
             return abs(trial.slope) <= -self.flat * slope
         near = abs(trial.f - self.start.f) <= self.noise
         return near and self.flat * slope <= trial.slope <= (2 * APPROXIMATE - 1) * slope
 
 
 def strong_wolfe(
-    phi: Phi, start: TrialPoint, first: float, evaluations: int, noise: float = 0.0, flat: float = C2
+    phi: Phi,
+    start: TrialPoint,
+    first: float,
+    evaluations: int,
+    noise: float = 0.0,
+    flat: float = C2,
+    most: float = math.inf,
 ) -> TrialPoint | None:
     """Return a step that satisfies the strong Wolfe conditions, tried from `first` on, by the bracketing and
     interpolation of More and Thuente, "Line search algorithms with guaranteed sufficient decrease", ACM TOMS 20, 1994.
 
     Differences of f up to `noise` are ignored: then slopes alone decide. The search does not go beyond a trial that is
-    not finite. Once `evaluations` are spent, or the bracket is a point, returns the best trial if it is lower than
-    `start`, else None.
+    not finite, nor beyond `most`, where a sufficient decrease is enough. Once `evaluations` are spent, or the bracket
+    is a point, returns the best trial if it is lower than `start`, else None.
     """
     accept = Accept(start, flat, noise)
     low, high = start, None  # the best end so far; the other end, once a minimum lies between
@@ -70,14 +80,14 @@ def strong_wolfe(
     widths = (math.inf, math.inf)
     for _ in range(evaluations):
         trial = phi(step)
-        if trial.finite and accept(trial):
+        if trial.finite and (accept(trial) or (step >= most and trial.slope < 0 and accept.is_lower(trial))):
             return trial
         if not trial.finite:
             wall, step = step, low.step + BACKTRACK * (step - low.step)
             continue
         if low.f < trial.f <= low.f + noise:
             trial = trial._replace(f=low.f)
-        step = _next(low, high, trial, wall)
+        step = min(_next(low, high, trial, wall), most)
         low, high = _bracket(low, high, trial)
         if step in (low.step, trial.step) or not 0 < step < math.inf:
             break  # no floating-point number lies between

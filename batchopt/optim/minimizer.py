@@ -13,10 +13,12 @@ import torch
 
 from batchopt._data.arguments import suggest_arguments
 from batchopt.optim.algebra import add, copy, largest, norm
+from batchopt.optim.bounds import Box, read_bounds
 from batchopt.optim.curvature import Curvature
 from batchopt.optim.line import Closure, Function, Line, Point
 from batchopt.optim.options import as_numbers, check_options
 from batchopt.optim.vector import Vector
+from batchopt_workers.data.layout import reals
 
 
 class Status(Enum):
@@ -46,6 +48,10 @@ class Result:
     where f or its gradient was infinite or NaN, each of which shortened a step. `forgotten` has an entry, with the
     reason, for each time that the known curvature was dropped. `kept`: the function had changed, and the known
     curvature fitted it well enough to be kept (`when_data_change="keep"`).
+
+    `active` has, for each parameter with `bounds`, by name or else by its position, which of its elements are at a
+    bound that the descent does not lead away from (bool, the parameter's shape); None without bounds. `gradient` is
+    then that of the other elements.
     """
 
     status: Status
@@ -58,6 +64,7 @@ class Result:
     not_finite: int = 0
     forgotten: tuple[str, ...] = ()
     kept: bool = False
+    active: dict[str | int, torch.Tensor] | None = field(default=None, compare=False)
 
     def __repr__(self) -> str:
         numbers = f"iterations={self.iterations}, evaluations={self.evaluations}, f={self.f:.6g}"
@@ -84,7 +91,7 @@ class Iteration:
 Callback = Callable[[Iteration], Any]
 
 # What the locals of a constructor have beside its options.
-BESIDE_OPTIONS = {"self", "__class__", "params", "callback"}
+BESIDE_OPTIONS = {"self", "__class__", "params", "callback", "bounds"}
 
 # Differences of f below this multiple of its rounding are meaningless.
 NOISE = 4.0
@@ -142,6 +149,9 @@ class Minimizer(torch.optim.Optimizer):
     """Makes steps that lower f; a subclass chooses them. All parameters form one vector, of one group. `result`
     describes the last call of `step`."""
 
+    _bounds: Box | None = None  # as they were given
+    _box: Box | None = None  # those of the present step, in which what is frozen stays
+
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         if "__init__" in vars(cls):
@@ -160,6 +170,8 @@ class Minimizer(torch.optim.Optimizer):
         self.callback: Callback | None = given["callback"]
         self.result: Result | None = None
         self._make_room()
+        if given.get("bounds") is not None:
+            self._bounds = read_bounds(given["bounds"], self._group["params"], self._names, self._vector)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise `ValueError` for a second group."""
@@ -177,7 +189,8 @@ class Minimizer(torch.optim.Optimizer):
         self._change = self._vector.empty()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "callback": self.callback, "result": self.result}
+        own = {"callback": self.callback, "result": self.result, "_bounds": self._bounds}
+        return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy or an unpickled object."""
@@ -190,6 +203,12 @@ class Minimizer(torch.optim.Optimizer):
     @property
     def _group(self) -> dict[str, Any]:
         return self.param_groups[0]
+
+    @property
+    def _names(self) -> list[str]:
+        """Names of the parameters; empty if they came without."""
+        names: list[str] = self._group.get("param_names", [])
+        return names
 
     @property
     def _memory(self) -> dict[str, Any]:
@@ -237,7 +256,28 @@ class Minimizer(torch.optim.Optimizer):
 
     def _steepest(self, here: Point) -> torch.Tensor:
         """Return the gradient: the direction of steepest ascent, zero at a minimum."""
-        return here.gradient
+        return here.gradient if self._box is None else self._box.projected(here.x, here.gradient)
+
+    def _enter(self) -> None:
+        """Move the parameters to the nearest point within their bounds."""
+        if self._bounds is not None:
+            x = self._vector.empty()
+            self._vector.read(x)
+            self._box = self._bounds.holding(x, self._vector)
+            inside = self._box.clamp(x, self._change)
+            if not torch.equal(x, inside):
+                self._vector.write(inside)
+
+    def _active(self, here: Point) -> dict[str | int, torch.Tensor] | None:
+        """Return, for each parameter that has bounds, which of its elements are at one."""
+        if self._bounds is None:
+            return None
+        found, bounded = self._bounds.active(here.x, here.gradient), self._bounds.finite
+        parameters = self._group["params"]
+        sizes = [reals(parameter.detach()).numel() for parameter in parameters]
+        names: list[Any] = self._names or list(range(len(parameters)))
+        parts = zip(names, parameters, torch.split(found, sizes), torch.split(bounded, sizes), strict=True)
+        return {name: part.view(p.shape) for name, p, part, some in parts if bool(some.any())}
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -257,6 +297,7 @@ class Minimizer(torch.optim.Optimizer):
             raise TypeError(f"`closure` must be a function that evaluates f and df/dX and returns f; got {closure!r}")
         self.result = None
         function = self._function(closure)
+        self._enter()
         begin = self._spare[0]
         first = function.here(begin)
         run = Search(function, begin, [self._spare[1], self._last_point()], begin.f, watch)
@@ -291,6 +332,7 @@ class Minimizer(torch.optim.Optimizer):
             function.not_finite,
             tuple(run.forgotten),
             run.kept,
+            self._active(run.here),
         )
 
     def _last_point(self) -> Point:
@@ -445,7 +487,7 @@ class Minimizer(torch.optim.Optimizer):
         return value.clone().to(self._change) if isinstance(value, torch.Tensor) else value
 
     def __repr__(self) -> str:
-        options = ", ".join(f"{key}={value!r}" for key, value in self._group.items() if key != "params")
+        options = ", ".join(f"{key}={value!r}" for key, value in self._group.items() if key in self.defaults)
         return f"{type(self).__name__}({options})"
 
 

@@ -27,8 +27,12 @@ class Model(Protocol):
     vector: torch.Tensor
     scale: torch.Tensor
 
-    def solve(self, right: torch.Tensor, damping: float) -> torch.Tensor | None:
-        """Return s with (JᵀWJ + damping D) s = right; None if the matrix is not numerically positive definite."""
+    def solve(self, right: torch.Tensor, damping: float, free: torch.Tensor | None = None) -> torch.Tensor | None:
+        """Return s with (JᵀWJ + damping D) s = right; None if the matrix is not numerically positive definite. `free`:
+        1 for elements of s and rows of the matrix that are meant, 0 for those that are 0, as they are in `right`."""
+
+    def times(self, v: torch.Tensor) -> torch.Tensor:
+        """Return JᵀWJ times `v`."""
 
     def decrease(self, step: torch.Tensor) -> float:
         """Return the predicted decrease of f."""
@@ -55,18 +59,22 @@ class DenseModel:
         self._scaled = matrix / self._roots / self._roots[:, None]
         self._factors: tuple[float, torch.Tensor | None] = math.nan, None
 
-    def solve(self, right: torch.Tensor, damping: float) -> torch.Tensor | None:
+    def solve(self, right: torch.Tensor, damping: float, free: torch.Tensor | None = None) -> torch.Tensor | None:
         """See `Model`."""
-        if self._factors[0] != damping:
-            damped = self._scaled.clone()
-            damped.diagonal().add_(damping)
+        if free is not None or self._factors[0] != damping:
+            damped = self._scaled.clone() if free is None else self._scaled * free * free[:, None]
+            damped.diagonal().add_(damping if free is None else torch.where(free == 0, 1.0, damping))
             factor, info = torch.linalg.cholesky_ex(damped)
-            self._factors = damping, factor if int(info) == 0 else None
+            self._factors = damping if free is None else math.nan, factor if int(info) == 0 else None
         factor = self._factors[1]
         if factor is None:
             return None
         found = torch.cholesky_solve((right / self._roots)[:, None], factor)[:, 0] / self._roots
         return found if bool(found.isfinite().all()) else None
+
+    def times(self, v: torch.Tensor) -> torch.Tensor:
+        """See `Model`."""
+        return self._matrix @ v
 
     def decrease(self, step: torch.Tensor) -> float:
         """See `Model`."""
@@ -81,15 +89,16 @@ class ProductModel:
         if before is None:
             unit = vector / _size(vector)
             length = float(unit @ unit)
-            along = float(unit @ self._times(unit)) / length if length else 0.0
+            along = float(unit @ self.times(unit)) / length if length else 0.0
             before = torch.full_like(vector, along if 0 < along < math.inf else 1.0)
         self.scale = before
         self._last: tuple[torch.Tensor, torch.Tensor] | None = None  # a solution, and the matrix times it
 
-    def _times(self, v: torch.Tensor) -> torch.Tensor:
+    def times(self, v: torch.Tensor) -> torch.Tensor:
+        """See `Model`."""
         return self._products.gauss_newton(v).double()
 
-    def solve(self, right: torch.Tensor, damping: float) -> torch.Tensor | None:
+    def solve(self, right: torch.Tensor, damping: float, free: torch.Tensor | None = None) -> torch.Tensor | None:
         """Solve by conjugate gradients (Hestenes and Stiefel, 1952), to their accuracy; see `Model`."""
         size = _size(right)
         found, residual = torch.zeros_like(right), right / size
@@ -98,8 +107,9 @@ class ProductModel:
         for _ in range(MOST):
             if not length > ACCURACY**2 * start:
                 break
-            along = self._times(direction)
+            along = self.times(direction)
             damped = along + damping * self.scale * direction
+            damped = damped if free is None else damped * free
             curvature = float(direction @ damped)
             if not 0 < curvature < math.inf:
                 return None
@@ -115,7 +125,7 @@ class ProductModel:
 
     def decrease(self, step: torch.Tensor) -> float:
         """See `Model`."""
-        image = self._last[1] if self._last is not None and step is self._last[0] else self._times(step)
+        image = self._last[1] if self._last is not None and step is self._last[0] else self.times(step)
         return -float(2 * step @ self.vector + step @ image)
 
 

@@ -15,8 +15,23 @@ from batchopt.optim.squares import ResidualSquares
 
 Make = Callable[..., Any]
 Function = Callable[[torch.Tensor], torch.Tensor]
+
+
+def boxed(make: Make) -> Make:
+    """With bounds that a path may touch, but no minimum, in the units of the start."""
+
+    def made(parameters: Any, **options: Any) -> Any:
+        parameters = list(parameters)
+        size = 8 * max(float(parameter.detach().abs().max()) for parameter in parameters if parameter.numel())
+        bounds = [None if not size or parameter.is_complex() else (-size, size) for parameter in parameters]
+        return make(parameters, bounds=bounds, **options)
+
+    return made
+
+
 SEARCHES: dict[str, Make] = {
     "lbfgs": batchopt.LBFGS,
+    "lbfgs in a box": boxed(batchopt.LBFGS),
     "lbfgs armijo": functools.partial(batchopt.LBFGS, line_search_fn="armijo"),
     "cg": batchopt.CG,
     "cg fletcher-reeves": functools.partial(batchopt.CG, beta="fletcher-reeves"),
@@ -28,6 +43,7 @@ OF_SQUARES: dict[str, Make] = {
     "lm": functools.partial(batchopt.LevenbergMarquardt, scaling="diagonal"),
     "lm identity": functools.partial(batchopt.LevenbergMarquardt, scaling="identity"),
     "lm geodesic": functools.partial(batchopt.LevenbergMarquardt, geodesic=True),
+    "lm in a box": boxed(batchopt.LevenbergMarquardt),
     "lm products": functools.partial(batchopt.LevenbergMarquardt, dense=0),
 }
 KINDS = {**SEARCHES, **OF_SQUARES}

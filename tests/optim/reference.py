@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -132,3 +133,21 @@ def levenberg_marquardt(
         x = x + step
         points.append(x)
     return points
+
+
+def box_quadratic(
+    matrix: torch.Tensor, gradient: torch.Tensor, lower: torch.Tensor, upper: torch.Tensor
+) -> torch.Tensor:
+    """The minimum of x'Ax / 2 + g'x over a box: the best of all points that have each element free or at a bound."""
+    best, lowest = lower, torch.inf
+    for sides in itertools.product((-1, 0, 1), repeat=len(gradient)):
+        side = torch.tensor(sides)
+        free = side == 0
+        x = torch.where(side < 0, lower, upper)
+        if bool(free.any()):
+            right = -gradient[free] - matrix[free][:, ~free] @ x[~free]
+            x[free] = torch.linalg.solve(matrix[free][:, free], right)
+        f = float(x @ (matrix @ x) / 2 + gradient @ x)
+        if f < lowest and bool((lower <= x).all() and (x <= upper).all()):
+            best, lowest = x, f
+    return best

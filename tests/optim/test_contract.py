@@ -23,14 +23,21 @@ def two_groups(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
     return [{"params": parameters[:1]}, {"params": parameters[1:], "lr": 0.01}]
 
 
+def narrow(parameters: list[nn.Parameter]) -> list[tuple[float, float] | None]:
+    """Bounds that hold many of the weights."""
+    return [(-0.2, 0.2) if parameter.dim() > 1 else None for parameter in parameters]
+
+
 NO_END: dict[str, Any] = {"tolerance_grad": 0.0, "tolerance_change": 0.0, "max_iter": 2}
 OURS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "lbfgs": lambda p: batchopt.LBFGS(p, **NO_END, history_size=3),
     "lbfgs with a long history": lambda p: batchopt.LBFGS(p, **NO_END),
     "lbfgs with l1": lambda p: batchopt.LBFGS(p, **NO_END, history_size=3, l1=0.01),
+    "lbfgs with bounds": lambda p: batchopt.LBFGS(p, **NO_END, history_size=3, bounds=narrow(p)),
     "cg": lambda p: batchopt.CG(p, **NO_END),
     "ssbroyden": lambda p: batchopt.SSBroyden(p, **NO_END),
     "levenberg-marquardt": lambda p: batchopt.LevenbergMarquardt(p, **NO_END),
+    "levenberg-marquardt with bounds": lambda p: batchopt.LevenbergMarquardt(p, **NO_END, bounds=narrow(p)),
     "svrg": lambda p: batchopt.SVRG(torch.optim.SGD(p, lr=0.02, momentum=0.9), update_freq=3),
 }
 KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -207,7 +214,7 @@ def test_what_a_copy_remembers_is_all_there_is() -> None:
     assert copy.deepcopy(optimizer).callback is print
 
 
-@pytest.mark.parametrize("kind", [kind for kind in OURS if kind != "levenberg-marquardt"])
+@pytest.mark.parametrize("kind", [kind for kind in OURS if "levenberg" not in kind])
 def test_a_scheduler_sets_the_rate(kind: str) -> None:
     module = Mlp().double()
     optimizer = OURS[kind](list(module.parameters()))
