@@ -14,6 +14,7 @@ import argparse
 import statistics
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Literal
 
 import torch
 from torch import nn
@@ -121,7 +122,7 @@ class Torch:
 class Ours:
     """One evaluation by so many workers and threads; `"auto"`: until it has chosen, which `name` tells."""
 
-    def __init__(self, name: str, parallelize: int | str, threads: int | None) -> None:
+    def __init__(self, name: str, parallelize: int | Literal["auto"], threads: int | None) -> None:
         case = build(name)
         self._opt = batchopt.BatchOptimizer(
             case.module, loss_fn=case.loss, parallelize=parallelize, threads_per_worker=threads, optimizer=None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -20,7 +20,7 @@ def hogwild(
     *,
     optimizer: Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer],
     batch_size: int,
-    parallelize: int | str = 1,
+    parallelize: int | Literal["auto"] = 1,
     epochs: int = 1,
     shuffle: bool = True,
     **settings: Any,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -86,9 +86,9 @@ class CG(Descent):
         max_eval: int | None = None,
         tolerance_grad: float = 1e-7,
         tolerance_change: float = 1e-9,
-        line_search_fn: str | None = "strong_wolfe",
+        line_search_fn: Literal["strong_wolfe", "armijo"] | None = "strong_wolfe",
         *,
-        beta: str = "hager-zhang",
+        beta: Literal["hager-zhang", "polak-ribiere", "hestenes-stiefel", "fletcher-reeves"] = "hager-zhang",
         callback: Callback | None = None,
     ) -> None:
         check_choice("beta", beta, tuple(BETAS))

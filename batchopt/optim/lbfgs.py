@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -148,11 +148,11 @@ class LBFGS(Descent):
         tolerance_grad: float = 1e-7,
         tolerance_change: float = 1e-9,
         history_size: int = 100,
-        line_search_fn: str | None = "strong_wolfe",
+        line_search_fn: Literal["strong_wolfe", "armijo"] | None = "strong_wolfe",
         *,
         l1: float = 0.0,
         bounds: Bounds = None,
-        when_data_change: str = "forget",
+        when_data_change: Literal["forget", "keep"] = "forget",
         callback: Callback | None = None,
     ) -> None:
         super().__init__(locals())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -87,7 +87,7 @@ class LevenbergMarquardt(Minimizer):
         self,
         params: Iterable[Any],
         damping: float = 1e-3,
-        scaling: str | None = None,
+        scaling: Literal["diagonal", "identity"] | None = None,
         max_iter: int | None = 300,
         max_eval: int | None = None,
         tolerance_grad: float = 0.0,
@@ -96,7 +96,7 @@ class LevenbergMarquardt(Minimizer):
         bounds: Bounds = None,
         geodesic: bool = False,
         dense: int = 5_000,
-        when_data_change: str = "forget",
+        when_data_change: Literal["forget", "keep"] = "forget",
         callback: Callback | None = None,
     ) -> None:
         super().__init__(locals())

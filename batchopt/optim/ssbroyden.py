@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -64,9 +64,9 @@ class SSBroyden(Descent):
         max_eval: int | None = None,
         tolerance_grad: float = 1e-7,
         tolerance_change: float = 1e-9,
-        line_search_fn: str | None = "strong_wolfe",
+        line_search_fn: Literal["strong_wolfe", "armijo"] | None = "strong_wolfe",
         *,
-        when_data_change: str = "forget",
+        when_data_change: Literal["forget", "keep"] = "forget",
         callback: Callback | None = None,
     ) -> None:
         super().__init__(locals())
