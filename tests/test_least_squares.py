@@ -216,6 +216,27 @@ def test_sparse_gradients(parallelize: int) -> None:
 # ---- others
 
 
+class Simulator(nn.Module):
+    """Computed by NumPy, so that results have no graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate = nn.Parameter(torch.tensor([0.5], dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(np.exp(-self.rate.detach().numpy() * x.numpy()))
+
+
+@pytest.mark.parametrize("name", ["normal", "gram", "jvp", "vjp", "gauss_newton"])
+def test_residuals_without_a_graph_are_refused(name: str) -> None:
+    """Their Jacobian would be 0."""
+    with BatchOptimizer(Simulator(), residual=lambda module, x, _: module(x) - 1.0, optimizer=None) as opt:
+        opt.load(X)
+        ones = {"jvp": torch.ones(1).double(), "gauss_newton": torch.ones(1).double(), "vjp": opt.residuals()}
+        with pytest.raises(WorkerError, match="do not depend on any trainable parameter"):
+            getattr(opt, name)(*([ones[name]] if name in ones else []))
+
+
 @pytest.mark.parametrize("size", [1e160, 1e-170])
 def test_points_are_drawn_alike_at_any_scale(size: float) -> None:
     def drawn(scale: float) -> Any:

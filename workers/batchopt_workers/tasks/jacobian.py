@@ -266,6 +266,7 @@ class Jacobian:
     def _each(self, inputs: Any, targets: Any, samples: int | None) -> Block:
         """Compute a block by a backward for each row."""
         residuals = self.residuals(inputs, targets, samples).reshape(-1)
+        check_depend(residuals)
         self.one_by_one += len(residuals)
         rows = []
         for residual in residuals:
@@ -290,13 +291,13 @@ class Jacobian:
 
     def transposed_times(self, residuals: torch.Tensor, weights: torch.Tensor, keep: bool = False) -> torch.Tensor:
         """Return Jᵀ times numbers in the shape of `residuals`: shape `(n,)`, float64. `keep`: their graph is kept."""
+        check_depend(residuals)
         product = torch.zeros(self._layout.size, dtype=torch.float64, device=residuals.device)
-        if residuals.requires_grad:
-            parameters = [*self._trained.values()]
-            found = torch.autograd.grad(residuals, parameters, weights, retain_graph=keep, allow_unused=True)
-            for slot, gradient in zip(self._slots, found, strict=True):
-                if gradient is not None:
-                    product[slot.offset : slot.offset + slot.numel] = reals(dense(gradient)).reshape(-1)
+        parameters = [*self._trained.values()]
+        found = torch.autograd.grad(residuals, parameters, weights, retain_graph=keep, allow_unused=True)
+        for slot, gradient in zip(self._slots, found, strict=True):
+            if gradient is not None:
+                product[slot.offset : slot.offset + slot.numel] = reals(dense(gradient)).reshape(-1)
         return product
 
     def _slot(self, vector: torch.Tensor, number: int) -> torch.Tensor:
@@ -315,12 +316,20 @@ class _Called(torch.nn.Module):
         return self._squares.residual(self.module, inputs, targets)
 
 
+def check_depend(residuals: torch.Tensor) -> None:
+    """Raise `ValueError` for residuals whose Jacobian would be 0 since they have no graph."""
+    if not residuals.requires_grad and residuals.numel():
+        raise ValueError(
+            "the residuals do not depend on any trainable parameter (they have no grad_fn): "
+            "look for .detach(), .item(), torch.no_grad() or frozen parameters on their way"
+        )
+
+
 def product_with(
     residuals: torch.Tensor, parameters: Sequence[torch.Tensor], direction: Sequence[torch.Tensor]
 ) -> torch.Tensor:
     """Return J times a vector, given as a flat part per parameter: see `Jacobian.times`."""
-    if not residuals.requires_grad:
-        return torch.zeros_like(residuals)
+    check_depend(residuals)
     weights = torch.linspace(1.0, 2.0, residuals.numel()).to(residuals).view_as(residuals).requires_grad_()
     with torch.enable_grad():
         found = torch.autograd.grad(residuals, [*parameters], weights, create_graph=True, allow_unused=True)
