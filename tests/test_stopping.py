@@ -20,6 +20,8 @@ from batchopt.optim.minimizer import Status
 from tests.building import handling
 from tests.optim.kinds import KINDS, NO_END
 
+pytestmark = pytest.mark.usefixtures("interruptible")
+
 X = torch.linspace(-3, 3, 200, dtype=torch.float64)[:, None]
 Y = torch.sin(2 * X)
 
