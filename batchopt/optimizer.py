@@ -272,7 +272,7 @@ class BatchOptimizer(Evaluations):
 
         >>> opt.stop()
         >>> loss = opt.step(x, y)
-        >>> opt.stopped, opt.optimizer.result.iterations
+        >>> opt.stopped, opt.result.iterations
         ('stop()', 0)
         """
         self._stepping.ending.ask()

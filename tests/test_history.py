@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from batchopt import LBFGS, BatchoptError, BatchOptimizer, Term
+from batchopt import LBFGS, BatchoptError, BatchOptimizer, Observer, Term
 from batchopt.optim import Iteration
 
 X = torch.linspace(-2, 2, 100, dtype=torch.float64)[:, None]
@@ -44,11 +44,34 @@ def test_other_optimizers_have_a_row_for_each_step() -> None:
         assert opt.history["f"] == losses and opt.history["step"] == [1, 2, 3, 4] and opt.result is None
 
 
-def test_it_has_the_losses_of_terms() -> None:
-    terms = {name: Term(lambda net, x, y: (net(x) - y).square().mean()) for name in ("left", "right")}
-    with BatchOptimizer(nn.Linear(1, 1).double(), terms=terms, history=True) as opt:
-        opt.step({"left": (X[:50], Y[:50]), "right": (X[50:], Y[50:])})
-        assert {*opt.history["terms"][0]} == {"left", "right"}
+def test_it_has_the_losses_of_terms_at_the_accepted_points() -> None:
+    def squares(net: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = (net(x) - y).square().mean()
+        return loss
+
+    terms = {"left": Term(squares), "right": Term(squares, weight=3.0)}
+    module = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    made = lambda p: LBFGS(p, max_iter=60)  # noqa: E731
+    with BatchOptimizer(module, terms=terms, optimizer=made, history=True) as opt:
+        opt.step({"left": (X[:50], Y[:50]), "right": (X[50:], 3 * Y[50:])})
+        assert (
+            opt.result is not None and opt.result.evaluations > opt.result.iterations + 1
+        )  # some trials were rejected
+        for row in opt.history.rows:
+            assert row["terms"]["left"] + 3 * row["terms"]["right"] == pytest.approx(row["f"], rel=1e-12)
+
+
+def test_an_observer_may_follow_accepted_points_alone() -> None:
+    class Points(Observer):
+        def __init__(self) -> None:
+            self.found: list[float] = []
+
+        def accepted(self, step: int, point: Iteration) -> None:
+            self.found.append(point.f)
+
+    with build() as opt, opt.observe(Points()) as points:
+        opt.step(X, Y)
+        assert points.found == opt.history["f"]
 
 
 def test_a_step_that_is_undone_leaves_nothing() -> None:

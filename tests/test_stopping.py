@@ -341,3 +341,15 @@ def test_ranks_that_do_not_ask_each_other_do_not_stop() -> None:
     ending._agree = lambda why: why
     with pytest.raises(BatchoptError, match="stop_on"):
         ending.ask()
+
+
+def test_optimizers_that_are_closed_in_any_order_leave_no_handler() -> None:
+    before = signal.getsignal(signal.SIGUSR2)
+    first, second, third = (build(stop_on=["SIGUSR2"]) for _ in range(3))
+    first.close()
+    third.close()
+    send(signal.SIGUSR2)()
+    second.step(X, Y)
+    assert second.stopped == "SIGUSR2"
+    second.close()
+    assert signal.getsignal(signal.SIGUSR2) == before

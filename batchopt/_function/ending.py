@@ -35,6 +35,7 @@ class Ending:
         self._deadline, self._limit = math.inf, ""
         self._agree = agree
         self._before: dict[signal.Signals, Any] = {}
+        self._closed = False
         if signals and threading.current_thread() is not threading.main_thread():
             raise ValueError("`stop_on`: signals are handled in the main thread only: make the optimizer there")
         for number in signals:
@@ -90,5 +91,11 @@ class Ending:
         if threading.current_thread() is threading.main_thread():
             for number, before in self._before.items():
                 if signal.getsignal(number) == self._note and before is not None:
-                    signal.signal(number, before)
-            self._before = {}
+                    signal.signal(number, self._former(number))
+            self._closed = True
+
+    def _former(self, number: signal.Signals) -> Any:
+        """Return the handler that was there before, and is not one of an object like this that was closed since."""
+        before = self._before[number]
+        owner = getattr(before, "__self__", None)
+        return owner._former(number) if isinstance(owner, Ending) and owner._closed else before

@@ -15,6 +15,9 @@ from batchopt._mapreduce.answers import Answer
 Followed = TypeVar("Followed", bound=Observer)
 
 
+OF_STEPS = ("step_begins", "accepted", "step_ended")
+
+
 class Observers:
     """Passes each event on to all observers; while the workers are busy, the latest observer comes first."""
 
@@ -29,7 +32,7 @@ class Observers:
         self.of_beginnings = [o.begins for o in self._all if type(o).begins is not Observer.begins]
         self._busy = [o.busy for o in reversed(self._all) if type(o).busy is not Observer.busy]
         self.of_evaluations, self.of_work = bool(self._all), [o for o in self._all if type(o).did is not Observer.did]
-        self.of_steps = [o for o in self._all if type(o).step_ended is not Observer.step_ended]
+        self.of_steps = [o for o in self._all if any(getattr(type(o), e) is not getattr(Observer, e) for e in OF_STEPS)]
         self.look = any([observer.looks for observer in self._all])  # an observer uses the workers' answers
 
     def add(self, observer: Observer) -> None:

@@ -27,7 +27,7 @@ class History(Observer):
         """Keep the rows of each `every`-th iteration."""
         self.every = read_count("history", every)
         self.rows: list[dict[str, Any]] = []
-        self._terms: Mapping[str, float] = {}
+        self._terms: dict[float, Mapping[str, float]] = {}  # since the last row, by f
         self._seconds, self._began, self._before = 0.0, 0.0, 0
 
     def __len__(self) -> int:
@@ -44,6 +44,7 @@ class History(Observer):
 
     def step_begins(self) -> None:
         self._began, self._before = time.perf_counter(), len(self.rows)
+        self._terms.clear()
 
     def step_ended(self, found: Stepped | None) -> None:
         if found is None:
@@ -53,7 +54,8 @@ class History(Observer):
         self._seconds += time.perf_counter() - self._began
 
     def evaluated(self, found: Evaluated) -> None:
-        self._terms = found.terms
+        if found.terms:
+            self._terms[found.loss] = found.terms
 
     def accepted(self, step: int, point: Iteration) -> None:
         if point.number % self.every == 0:
@@ -61,11 +63,13 @@ class History(Observer):
             trials = [list(trial) for trial in point.trials]
             self.rows[-1] |= {"gradient": point.gradient, "change": point.change, "length": point.step}
             self.rows[-1] |= {"trials": trials} if trials else {}
+        self._terms.clear()
 
     def _add(self, step: int, iteration: int, evaluations: int, f: float) -> None:
         row = {"step": step, "iteration": iteration, "evaluations": evaluations, "f": f}
         seconds = self._seconds + time.perf_counter() - self._began
-        self.rows.append({**row, "seconds": seconds, **({"terms": dict(self._terms)} if self._terms else {})})
+        terms = {"terms": dict(self._terms[f])} if f in self._terms else {}  # the accepted trial may not be the last
+        self.rows.append({**row, "seconds": seconds, **terms})
 
     # ---- what becomes of it
 

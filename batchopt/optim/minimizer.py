@@ -359,10 +359,10 @@ class Minimizer(torch.optim.Optimizer):
     def _begin(self, run: Search) -> None:
         """Go on with a step that was paused, or begin another one."""
         memory = self._memory
-        course = memory.pop("course", None)
-        if not self._recognise(run) or course is None:
+        paused = memory.pop("paused", None)
+        if not self._recognise(run) or paused is None:
             return
-        *counts, run.start, run.change, run.noise, run.stale, run.least = course
+        *counts, run.start, run.change, run.noise, run.stale, run.least = paused
         run.iterations, run.function.evaluations = counts
         run.here.number = run.function.evaluations  # it was evaluated again, which is not counted
         memory["n_iter"] -= run.iterations
@@ -371,7 +371,7 @@ class Minimizer(torch.optim.Optimizer):
     def _pause(self, run: Search) -> None:
         """Remember what the next step needs to go on as this one would have, bit for bit; a subclass adds its own."""
         counts = run.iterations, run.function.evaluations
-        self._memory["course"] = (*counts, run.start, run.change, run.noise, run.stale, run.least)
+        self._memory["paused"] = (*counts, run.start, run.change, run.noise, run.stale, run.least)
 
     def _descend(self, run: Search) -> Status:
         """Move from point to point until there is a reason to stop."""
@@ -481,7 +481,7 @@ class Minimizer(torch.optim.Optimizer):
         self._memory.update({key: self._unpacked(key, memory[key]) for key in self._kept if key in memory})
 
     # Keys that are remembered from step to step; subclasses add to them.
-    _kept: tuple[str, ...] = ("x", "gradient", "f", "n_iter", "func_evals", "on_trial", "course")
+    _kept: tuple[str, ...] = ("x", "gradient", "f", "n_iter", "func_evals", "on_trial", "paused")
 
     def _unpacked(self, key: str, value: Any) -> Any:
         return value.clone().to(self._change) if isinstance(value, torch.Tensor) else value
