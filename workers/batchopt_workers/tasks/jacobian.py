@@ -17,6 +17,7 @@ from batchopt_workers.map.squares import MeanSquare, checked
 from batchopt_workers.process.interrupts import let_through
 from batchopt_workers.process.torch_settings import differentiable_twice
 from batchopt_workers.tasks.apart import Apart, Unmappable, per_sample
+from batchopt_workers.tasks.bound import Bound
 
 # Rows of a Jacobian that are held at a time: in bytes; in rows, if each takes a backward.
 ROOM = 32 * 2**20
@@ -76,7 +77,7 @@ class Jacobian:
         places = [i for i, parameter in enumerate(parameters) if parameter.requires_grad]
         self._slots = [self._layout.slots[i] for i in places]
         self._trained = {names[id(parameters[i])]: parameters[i] for i in places}
-        self._called = _Called(module, squares)
+        self._called = Bound(module, squares.residual)
         self._ways: list[Callable[[Mapping[str, torch.Tensor], Any, Any, int], Block]] = [self._mapped, self._apart]
         self._agreed = False  # whether the first of these was seen to agree with a plain backward
 
@@ -303,17 +304,6 @@ class Jacobian:
     def _slot(self, vector: torch.Tensor, number: int) -> torch.Tensor:
         slot = self._slots[number]
         return vector[slot.offset : slot.offset + slot.numel]
-
-
-class _Called(torch.nn.Module):
-    """The residual function as a module, so that the user's module in it can be called with other parameters."""
-
-    def __init__(self, module: torch.nn.Module, squares: MeanSquare) -> None:
-        super().__init__()
-        self.module, self._squares = module, squares
-
-    def forward(self, inputs: Any, targets: Any) -> Any:
-        return self._squares.residual(self.module, inputs, targets)
 
 
 def check_depend(residuals: torch.Tensor) -> None:

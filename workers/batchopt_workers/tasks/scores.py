@@ -12,21 +12,10 @@ from torch.func import functional_call, grad, vmap
 from batchopt_workers.data.structures import map_tensors, tensors_in
 from batchopt_workers.map.objective import LossFunction, Objective
 from batchopt_workers.map.weighting import Denominators
+from batchopt_workers.tasks.bound import Bound
 
 # Numbers in the scores that are held at a time.
 ROOM = 2**22
-
-
-class Bound(torch.nn.Module):
-    """A function of a module and of other arguments, as a module that is called with the latter."""
-
-    def __init__(self, module: torch.nn.Module, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.module, self.function = module, function
-
-    def forward(self, *arguments: Any) -> Any:
-        """Call the function."""
-        return self.function(self.module, *arguments)
 
 
 @dataclass(frozen=True)
