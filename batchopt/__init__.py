@@ -26,6 +26,7 @@ from batchopt.extras.hogwild import hogwild
 from batchopt.extras.resampling import resample
 from batchopt.optim import CG, LBFGS, SVRG, Iteration, LevenbergMarquardt, Result, SSBroyden, Status
 from batchopt.optimizer import BatchOptimizer
+from batchopt_workers.map.simulation import finite_differences
 from batchopt_workers.worker import Sample, Worker
 
 if typing.TYPE_CHECKING:
@@ -63,6 +64,7 @@ __all__ = [
     "WorkerError",
     "WorkerLostError",
     "WorkerStartError",
+    "finite_differences",
     "hogwild",
     "resample",
     "split_batch",

@@ -39,6 +39,7 @@ from batchopt_workers.worker import Hook, Precode
 
 if TYPE_CHECKING:
     from batchopt.extras.doctor import Diagnosis
+    from batchopt.extras.multistart import Multistart
     from batchopt.extras.scaling import Scaling
 
 T = TypeVar("T")
@@ -201,7 +202,7 @@ class BatchOptimizer(Evaluations):
         subject = FlatModule(module)
         settings = settings.at(subject.x.device)
         anticipate(subject, settings)  # meanwhile torch's optimizers are imported, which takes a second
-        self.optimizer = choose_optimizer(optimizer, subject.parameters)
+        self._choice, self.optimizer = optimizer, choose_optimizer(optimizer, subject.parameters)
         if settings.compress is not None:
             check_goes_by_any_gradient(self.optimizer)
         me = weakref.proxy(self)
@@ -262,6 +263,30 @@ class BatchOptimizer(Evaluations):
             return self._stepping.make(load, self.optimize, minimizer, time_limit)
         finally:
             owner.doing = outer_work
+
+    def multistart(
+        self, starts: Any, *, optimizer: OptimizerChoice = None, keep: int | None = None, steps: int = 1
+    ) -> Multistart:
+        """Minimise f of the loaded batch from each of `starts`, leave X at the lowest end, and return all: a
+        `Multistart`, of which `print` shows a table.
+
+        starts: one vector like `parameters` per row, shape `(K, n)`. keep: the number of them, those with the lowest f,
+        from which a run is made. Default: all. optimizer: a name, class or factory, as for `BatchOptimizer`, of which
+        each run has one of its own. Default: that of this object. steps: of each optimizer; 1, the default, is a run of
+        L-BFGS, and more are needed for optimizers such as Adam.
+
+        The ends are the same, with `chunk_size` bit for bit, for any number of workers. Raises `ValueError` without a
+        factory, and what `evaluate_many` and the optimizer raise; then X is as before.
+
+        >>> opt.load(x, y)
+        >>> found = opt.multistart(torch.randn(4, 25, dtype=opt.parameters.dtype), keep=2)
+        >>> len(found.runs), found.runs[0].f <= found.runs[1].f, torch.equal(opt.parameters, found.points[0])
+        (4, True, True)
+        """
+        from batchopt.extras.multistart import multistart_of
+
+        self._owner.check_between_steps("multistart")
+        return multistart_of(self, starts, self._choice if optimizer is None else optimizer, keep, steps)
 
     def stop(self) -> None:
         """Pause the step that is going on, or else the next one, at its next accepted point, and end `steps` with it.

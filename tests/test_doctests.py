@@ -28,7 +28,7 @@ HAVE_ONE = set(
 METHODS_HAVE_ONE = set(
     """
     step steps check evaluate loss hvp residuals gauss_newton normal evaluate_many input_gradients collect total outputs
-    predict score closure full_gradient objective hogwild timeline run_on_workers resize save covariance
+    predict score closure full_gradient objective hogwild timeline run_on_workers resize save covariance multistart
     """.split()
 )
 

@@ -21,6 +21,7 @@ from batchopt_workers.data.batch import Batch, Columns, Part
 from batchopt_workers.data.items import Items
 from batchopt_workers.data.structures import all_finite
 from batchopt_workers.map.derivatives import AtPoints, HessianProducts, InputGradients, refuse_varying
+from batchopt_workers.map.simulation import is_by_differences
 from batchopt_workers.map.weighting import Weighting
 from batchopt_workers.process.messages import Cut
 from batchopt_workers.tasks.task import Task
@@ -38,6 +39,7 @@ def check_exact(function: Engine, what: str) -> None:
 def hessian_products(function: Engine, v: Any) -> torch.Tensor:
     """Return the Hessian of f times a vector, shape `(n,)`, or times each column of a matrix, shape `(n, k)`."""
     check_exact(function, "hvp()")
+    _check_graph(function)
     size = len(function.parameters)
     read_columns(read_floating("v", v, f", shape ({size},) or ({size}, k)"), size)
     batch, x = function.ready().batch, function.subject.x
@@ -52,6 +54,16 @@ def hessian_products(function: Engine, v: Any) -> torch.Tensor:
             products[finite] = _products(function, batch, directions[finite])
     function.count_products(count)
     return products.T.reshape(v.shape).to(x.device)
+
+
+def _check_graph(function: Engine) -> None:
+    """Raise `ValueError` if f has no second derivative, since its first one is of finite differences."""
+    loss_fns = [getattr(loss_fn, "residual", loss_fn) for loss_fn in function.settings.loss_fns]
+    if any(is_by_differences(function.subject.module, loss_fn) for loss_fn in loss_fns):
+        raise ValueError(
+            "hvp() differentiates the gradient, and part of it is of finite differences (finite_differences), which "
+            "have no derivative: use gauss_newton(v) for a sum of squares"
+        )
 
 
 def _products(function: Engine, batch: Batch, directions: torch.Tensor) -> torch.Tensor:

@@ -48,11 +48,14 @@ class PieceLoss:
         """Return the loss of a piece for that term, with its graph, after the prehook."""
         return self.forward(piece, self.sample(piece, term), term)[1]
 
-    def forward(self, piece: Piece, sample: Piece | Sample, term: int, keeps: bool = False) -> tuple[Any, torch.Tensor]:
-        """Return the output and the loss of a piece, whose inputs and targets are those of `sample`."""
+    def forward(
+        self, piece: Piece, sample: Piece | Sample, term: int, keeps: bool = False, needs_graph: bool = True
+    ) -> tuple[Any, torch.Tensor]:
+        """Return the output and the loss of a piece, whose inputs and targets are those of `sample`: see
+        `Objective`."""
         if faults.hook is not None:
             faults.point("worker.forward", self._walk.chunk)
-        found = self.objectives[term](sample.inputs, sample.targets, piece.attributes, keeps)
+        found = self.objectives[term](sample.inputs, sample.targets, piece.attributes, keeps, needs_graph)
         if faults.hook is not None:
             faults.point("worker.backward", self._walk.chunk)
         return found
@@ -108,7 +111,7 @@ class GradientWork:
             if shortcuts is not None and weight != 0.0:
                 value = shortcuts.evaluate(piece, self._eagerly)
             if value is None:
-                output, value = loss.forward(piece, sample, term, outputs is not None)
+                output, value = loss.forward(piece, sample, term, outputs is not None, row is not None)
                 if row is not None and weight != 0.0:  # otherwise nothing counts, and a mean over nothing is NaN
                     if posthook is None and self._collects_early:  # a posthook may look at the gradients
                         with collecting(parameters, row, weight, used, chunk):

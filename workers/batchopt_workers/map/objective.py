@@ -46,10 +46,15 @@ class Objective:
     loss_fn: LossFunction | None
 
     def __call__(
-        self, inputs: Any, targets: Any, attributes: Mapping[str, Any] = MappingProxyType({}), keeps: bool = False
+        self,
+        inputs: Any,
+        targets: Any,
+        attributes: Mapping[str, Any] = MappingProxyType({}),
+        keeps: bool = False,
+        needs_graph: bool = True,
     ) -> tuple[Any, torch.Tensor]:
-        """Return the module's output (None if only `loss_fn` sees it) and the loss, a scalar that depends on
-        parameters.
+        """Return the module's output (None if only `loss_fn` sees it) and the loss, a scalar; if it `needs_graph`, one
+        that depends on parameters.
 
         `attributes`: what replaces the criterion's own for these samples: its rows of a weight of each sample, another
         reduction; and the weights of the samples themselves. `keeps`: return a copy of the output, which the criterion
@@ -77,8 +82,14 @@ class Objective:
                 loss = self._weighted(found, arguments[1:], attributes, sample_weight)
         else:
             source, loss = "module", self.module(*arguments)
-        if not (isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad and not loss.is_complex()):
+        if not (isinstance(loss, torch.Tensor) and loss.numel() == 1 and not loss.is_complex()):
             raise _refusal(source, loss)
+        if needs_graph and not loss.requires_grad:
+            raise ValueError(
+                f"the loss of `{source}` does not depend on any trainable parameter (it has no grad_fn): look for "
+                ".detach(), .item(), NumPy, torch.no_grad() or frozen parameters on their way; a simulator without "
+                "gradients is given them by @batchopt.finite_differences"
+            )
         return output, loss
 
     def _weighted(
@@ -136,9 +147,4 @@ def _refusal(source: str, loss: Any) -> TypeError | ValueError:
         return ValueError(
             f"`{source}` must return a scalar; got shape {tuple(loss.shape)}: use reduction='mean' or 'sum'"
         )
-    if loss.is_complex():
-        return TypeError(f"`{source}` must return a real number; got {loss.dtype}: return .real or .abs() of it")
-    return ValueError(
-        f"the loss of `{source}` does not depend on any trainable parameter (it has no grad_fn): "
-        "look for .detach(), .item(), torch.no_grad() or frozen parameters on its way"
-    )
+    return TypeError(f"`{source}` must return a real number; got {loss.dtype}: return .real or .abs() of it")

@@ -13,6 +13,7 @@ from torch.func import functional_call, vjp, vmap
 from batchopt_workers.data.batch import Columns
 from batchopt_workers.data.layout import Layout, in_form_of, reals
 from batchopt_workers.data.structures import tensors_in
+from batchopt_workers.map.simulation import is_by_differences
 from batchopt_workers.map.squares import MeanSquare, checked
 from batchopt_workers.process.interrupts import let_through
 from batchopt_workers.process.torch_settings import differentiable_twice
@@ -77,6 +78,7 @@ class Jacobian:
         places = [i for i, parameter in enumerate(parameters) if parameter.requires_grad]
         self._slots = [self._layout.slots[i] for i in places]
         self._trained = {names[id(parameters[i])]: parameters[i] for i in places}
+        self._by_differences = is_by_differences(module, squares.residual)
         self._called = Bound(module, squares.residual)
         self._ways: list[Callable[[Mapping[str, torch.Tensor], Any, Any, int], Block]] = [self._mapped, self._apart]
         self._agreed = False  # whether the first of these was seen to agree with a plain backward
@@ -97,6 +99,12 @@ class Jacobian:
     def blocks(self, inputs: Any, targets: Any, samples: int | None, key: object = None) -> Iterator[Block]:
         """Yield residuals and rows, as many samples at a time as there is room for. Raise `ValueError` for samples that
         depend on others of the piece, which is checked once for each `key`."""
+        if self._by_differences:  # for parts of the samples the function would have to be called again
+            residuals = self.residuals(inputs, targets, samples)
+            units = torch.eye(self._layout.size, dtype=self._layout.dtype, device=residuals.device)
+            columns = [self.times(residuals, unit).reshape(-1) for unit in units]
+            yield Block(residuals.detach().reshape(-1), torch.stack(columns, dim=1), samples or 1)
+            return
         if samples is None or not _sliceable((inputs, targets), samples):
             yield self._block((inputs, targets), samples)._replace(samples=samples or 1)
             return

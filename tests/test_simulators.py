@@ -1,0 +1,291 @@
+"""Modules whose results have no graph: derivatives by finite differences, and f alone without them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.integrate import solve_ivp
+from scipy.optimize._numdiff import approx_derivative
+
+import batchopt
+
+TIMES = torch.linspace(0, 3, 7, dtype=torch.float64)
+STARTS = torch.tensor([[1.0, 1.0], [2.0, 1.0], [1.0, 2.0], [3.0, 0.5], [0.5, 0.5]], dtype=torch.float64)
+CALLS: list[int] = []
+
+
+def called() -> None:
+    """Count it."""
+    CALLS.append(1)
+
+
+def waves(x: Any, times: Any) -> Any:
+    """Of NumPy, for real and complex parameters."""
+    return x[0] * np.exp(-x[1] * times) + np.sin(x[2] * times) * x[3] ** 2
+
+
+class Waves(torch.nn.Module):
+    """`waves` of two parameters, the second with three elements."""
+
+    def __init__(self, values: Any = (1.5, 0.7, -2.0, 0.3), dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(values[:1], dtype=dtype))
+        self.rest = torch.nn.Parameter(torch.tensor(values[1:], dtype=dtype))
+
+    @batchopt.finite_differences
+    def forward(self, times: torch.Tensor) -> torch.Tensor:
+        called()
+        return torch.as_tensor(waves(torch.cat([self.scale, self.rest]).numpy(), times.numpy()))
+
+
+class Orbits(torch.nn.Module):
+    """Predators and prey by SciPy's solver: a sample is a start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates = torch.nn.Parameter(torch.tensor([0.9, 0.5, 0.4, 1.1], dtype=torch.float64))
+
+    @batchopt.finite_differences(method="3-point")
+    def forward(self, starts: torch.Tensor) -> torch.Tensor:
+        a, b, c, d = self.rates.numpy()
+        found = [
+            solve_ivp(
+                lambda _, y: [a * y[0] - b * y[0] * y[1], c * y[0] * y[1] - d * y[1]],
+                (0, 3),
+                start,
+                t_eval=TIMES.numpy(),
+                rtol=1e-8,
+                atol=1e-8,
+            ).y.T
+            for start in starts.numpy()
+        ]
+        return torch.from_numpy(np.stack(found))
+
+
+class Plain(Waves):
+    """The same with torch's functions, and a graph."""
+
+    def forward(self, times: torch.Tensor) -> torch.Tensor:
+        x = torch.cat([self.scale, self.rest])
+        return x[0] * torch.exp(-x[1] * times) + torch.sin(x[2] * times) * x[3] ** 2
+
+
+def slopes(function: Callable[..., Any], model: Waves) -> torch.Tensor:
+    """The Jacobian of a decorated function of the model, by a backward for each row."""
+    rows = [torch.autograd.grad(value, [*model.parameters()], retain_graph=True) for value in function(model, TIMES)]
+    return torch.stack([torch.cat(row) for row in rows])
+
+
+@pytest.mark.parametrize("method", ["2-point", "3-point", "cs"])
+@pytest.mark.parametrize("bound", [None, 0.0, 1e-7], ids=["free", "at the bound", "near it"])
+def test_derivatives_are_those_of_scipy(method: Any, bound: float | None) -> None:
+    model = Waves()
+    low, high = -np.inf, np.inf
+    if bound is not None:
+        high = model.rest.max().item() + bound
+    decorated = batchopt.finite_differences(method=method, bounds={"rest": (low, high)})(undecorated)
+    start = torch.nn.utils.parameters_to_vector(model.parameters()).detach().numpy()
+    bounds = ([-np.inf] * 4, [np.inf, high, high, high])
+    expected = approx_derivative(lambda x: waves(x, TIMES.numpy()), start, method, bounds=bounds)
+    exact = slopes(lambda model, times: Plain.forward(model, times), model)
+    found = slopes(decorated, model)
+    torch.testing.assert_close(found, torch.as_tensor(expected), rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(found, exact, rtol=1e-6, atol=1e-6 if method == "2-point" else 1e-8)
+
+
+def undecorated(model: Waves, times: torch.Tensor) -> torch.Tensor:
+    """What `Waves` does, without a graph; never outside the bound."""
+    return torch.as_tensor(waves(torch.cat([model.scale, model.rest]).numpy(), times.numpy()))
+
+
+def test_it_is_never_called_outside_the_bounds() -> None:
+    seen = []
+
+    @batchopt.finite_differences(method="3-point", bounds={"rest": (-2.0, torch.tensor([0.7, 1.0, 0.3 + 1e-9]))})
+    def function(model: Waves, times: torch.Tensor) -> torch.Tensor:
+        seen.append(model.rest.tolist())
+        return undecorated(model, times)
+
+    slopes(function, Waves())
+    assert (np.array(seen).max(0) <= [0.7, 1.0, 0.3 + 1e-9]).all() and np.min(seen) >= -2.0 and len(seen) >= 9
+
+
+def test_single_precision_moves_by_what_it_can_represent() -> None:
+    model = Waves(dtype=torch.float32)
+    expected = slopes(lambda model, times: Plain.forward(model, times), Plain())
+    found = slopes(lambda model, times: Waves.forward(model, times.float()), model)
+    torch.testing.assert_close(found.double(), expected, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("kind", ["lm", "lbfgs", "products"])
+def test_optimizers_find_what_they_find_with_a_graph(kind: str) -> None:
+    targets = torch.as_tensor(waves([1.0, 0.5, -1.5, 0.5], TIMES.numpy()))
+    factory: Any = {
+        "lm": batchopt.LevenbergMarquardt,
+        "products": partial(batchopt.LevenbergMarquardt, dense=0, geodesic=True),
+        "lbfgs": partial(batchopt.LBFGS, max_iter=200, bounds=[None, (-2.5, 0.6)]),
+    }[kind]
+    found = []
+    for model in (Waves(), Plain()):
+        with batchopt.BatchOptimizer(model, torch.nn.MSELoss(), optimizer=factory, chunk_size=3) as opt:
+            opt.step(TIMES, targets)
+            found.append(opt.parameters.clone())
+            assert opt.output < 1e-9
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
+def test_bits_depend_on_no_worker_and_errors_of_the_fit_are_those_of_scipy() -> None:
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        truth = Orbits()
+        targets = truth(STARTS) + 0.01 * torch.randn(5, 7, 2, dtype=torch.float64, generator=generator)
+    prints = []
+    for workers in (1, 2):
+        model = Orbits()
+        torch.nn.init.constant_(model.rates, 0.7)
+        with batchopt.BatchOptimizer(
+            model, torch.nn.MSELoss(), optimizer=batchopt.LevenbergMarquardt, parallelize=workers, chunk_size=1
+        ) as opt:
+            opt.step(STARTS, targets)
+            prints.append(opt.fingerprint())
+            errors = opt.covariance().errors
+            x = opt.parameters.numpy().copy()
+    assert prints[0] == prints[1]
+
+    def residual(x: Any) -> Any:
+        with torch.no_grad():
+            model.rates.copy_(torch.as_tensor(x))
+            return (model(STARTS) - targets).reshape(-1).numpy()
+
+    rows = approx_derivative(residual, x, "3-point")
+    variance = np.square(residual(x)).sum() / (targets.numel() - 4)
+    np.testing.assert_allclose(errors, np.sqrt(np.diag(np.linalg.inv(rows.T @ rows)) * variance), rtol=1e-3)
+
+
+def test_a_point_takes_a_call_for_each_parameter_and_one_more() -> None:
+    with batchopt.BatchOptimizer(Waves(), torch.nn.MSELoss()) as opt:
+        opt.load(TIMES, torch.zeros_like(TIMES))
+        opt.evaluate()
+        CALLS.clear()
+        opt.parameters.mul_(1.1)
+        opt.evaluate()
+        assert len(CALLS) == 5
+        normal = opt.normal()
+        opt.evaluate()
+        assert len(CALLS) == 5  # they are known
+        torch.testing.assert_close(2 * normal.vector, opt.grad_parameters)
+        opt.parameters.mul_(1.1)
+        opt.predict()
+        opt.evaluate_many(opt.parameters[None])
+        assert len(CALLS) == 7
+        opt.module.offset = 1.0  # type: ignore[assignment]
+        opt.load(TIMES, torch.zeros_like(TIMES))
+        opt.evaluate()
+        assert len(CALLS) == 12
+
+
+def test_draws_are_the_same_in_each_call() -> None:
+    @batchopt.finite_differences
+    def noisy(model: Waves, times: torch.Tensor) -> torch.Tensor:
+        return undecorated(model, times) + torch.randn(()) + np.random.rand()
+
+    model = Waves()
+    torch.testing.assert_close(slopes(noisy, model), slopes(Waves.forward, model))
+    assert not torch.equal(noisy(model, TIMES), noisy(model, TIMES))  # of the next call, as without
+
+
+def test_f_alone_needs_no_gradient() -> None:
+    points = torch.stack([torch.tensor([1.5, 0.7, -2.0, 0.3]), torch.ones(4)]).double()
+
+    def loss(model: Waves, times: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return (undecorated(model, times) - targets).square().mean()
+
+    def without(model: Any, times: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return loss(model, times, targets)
+
+    with batchopt.BatchOptimizer(Waves(), loss_fn=without, parallelize=2) as opt:
+        opt.load(TIMES, torch.zeros_like(TIMES))
+        expected = [np.square(waves(point.numpy(), TIMES.numpy())).mean() for point in points]
+        found = opt.evaluate_many(points)
+        assert isinstance(found, torch.Tensor)
+        torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
+        with pytest.raises(batchopt.WorkerError, match="finite_differences"):
+            opt.evaluate()
+        with pytest.raises(batchopt.WorkerError, match="no grad_fn"):
+            opt.evaluate_many(points, gradients=True)
+
+
+def test_products_of_the_hessian_are_refused() -> None:
+    with batchopt.BatchOptimizer(Waves(), torch.nn.MSELoss()) as opt:
+        opt.load(TIMES, torch.zeros_like(TIMES))
+        with pytest.raises(ValueError, match="finite differences"):
+            opt.hvp(torch.ones_like(opt.parameters))
+    model = Waves()
+    gradients = torch.autograd.grad(model(TIMES).square().sum(), [*model.parameters()], create_graph=True)
+    again = torch.autograd.grad(gradients[1].sum(), model.rest)[0]
+    assert all(map(math.isnan, again.tolist()))  # by hand: no number, rather than half of one
+
+
+COUNT = [0]
+
+
+def counts(model: Waves, times: torch.Tensor) -> torch.Tensor:
+    """Returns something else in each call."""
+    COUNT[0] += 1
+    return undecorated(model, times) + COUNT[0]
+
+
+def rounds(model: Waves, times: torch.Tensor) -> torch.Tensor:
+    """No analytic function."""
+    return model.scale.abs() * times
+
+
+def grows(model: Waves, times: torch.Tensor) -> torch.Tensor:
+    """Its results have a shape that depends on the parameters."""
+    return times if model.scale == 1.5 else times[:3]
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "error", "words"),
+    [
+        (counts, {}, ValueError, "has to be deterministic"),
+        (rounds, {"method": "cs"}, TypeError, "3-point"),
+        (grows, {}, ValueError, r"shapes \[\(3,\)\] with another 'scale'"),
+        (lambda model, times: times * 1j, {}, TypeError, "view_as_real"),
+        (undecorated, {"bounds": {"rate": (0, 1)}}, ValueError, r"no parameter's name in \['rate'\]"),
+    ],
+)
+def test_functions_that_have_no_such_derivatives_are_refused(
+    function: Any, options: Any, error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        slopes(batchopt.finite_differences(**options)(function), Waves())
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"method": "4-point"}, ValueError, "2-point"),
+        ({"step": 2.0}, ValueError, "fraction"),
+        ({"bounds": {"rest": 1.0}}, TypeError, "pairs"),
+    ],
+)
+def test_rules_that_cannot_work_are_refused(options: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        batchopt.finite_differences(**options)(undecorated)
+
+
+def test_it_decorates_functions_of_real_parameters_alone() -> None:
+    with pytest.raises(TypeError, match="decorates a function"):
+        batchopt.finite_differences(torch.nn.Linear(1, 1))
+    with pytest.raises(TypeError, match="two real ones"):
+        batchopt.finite_differences(lambda module, x: x)(torch.nn.Linear(1, 1, dtype=torch.complex64), TIMES)
+    with pytest.raises(TypeError, match="an input requires a gradient"):
+        Waves()(TIMES.clone().requires_grad_())
