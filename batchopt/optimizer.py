@@ -94,7 +94,8 @@ class BatchOptimizer(Evaluations):
             their files: repeat here what your program has changed in them (settings of a library, a patched method).
         prehook, posthook: `hook(worker, sample)`, before and after each forward/backward, in the worker. The results of
             posthook are in `hook_results`, in sample order. Both may be replaced at any time between evaluations.
-        speeds: fixed relative speeds, one per worker. Default: measured on the first batch, and kept current.
+        speeds: fixed relative speeds, one per worker (of all ranks). Default: measured on the first batch, and kept
+            current.
         threads_per_worker: intra-op threads of each worker. Default: its part of the usable cores, at least 1; in this
             process torch's setting. With `chunk_size` it is 1 in this process too, since the number of threads changes
             the bits.

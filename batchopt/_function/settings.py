@@ -106,7 +106,8 @@ class Settings:
             )
         if settings.compile and not kind.compiles:
             raise ValueError(f"`compile` is not possible with backend={settings.backend!r}: leave it out")
-        threads, speeds = settings.threads_per_worker, arguments.read_speeds(found["speeds"], workers)
+        threads = settings.threads_per_worker
+        speeds = arguments.read_speeds(found["speeds"], None if kind.has_peers else workers)  # of all ranks, later
         if threads is None and settings.fixed_bits:
             threads = 1
         return replace(settings, options=options, threads_per_worker=threads, speeds=speeds, automatic=automatic)

@@ -103,7 +103,7 @@ class Workers:
             self.backend.close()
             raise ValueError(
                 f"`speeds` has {len(settings.speeds.values)} entries, but the ranks have {len(self.infos)} workers in "
-                "total: leave them out, they are measured"
+                "total: give one for each, those of rank 0 first, or leave them out, and they are measured"
             )
         self.speeds = settings.speeds or Speeds.unknown(len(self.infos))
         self._task_speeds = Speeds.unknown(len(self.infos))

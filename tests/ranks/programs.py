@@ -129,7 +129,7 @@ def alike(workers: str) -> None:
     torch.manual_seed(0)
     module, inputs, targets = Counting(RANK).double(), *parts()[1:]
     numbers = [int(number) for number in workers.split(",")]
-    speeds = [1.0] * numbers[RANK]  # a late worker would be left with one sample, of which there is no batch norm
+    speeds = [1.0] * sum(numbers)  # a late worker would be left with a single sample, of which there is no batch norm
     with optimizer_of(module, numbers[RANK], chunk_size=None, speeds=speeds) as opt:
         for count in (205, 150, 95, 94, 1):  # rank 1 has no share of the last one
             opt.step(inputs[:count], targets[:count])

@@ -18,7 +18,7 @@ from batchopt import BatchoptError
 from batchopt.backends.ranks.launch import Launch, read_launch
 from tests.ranks.launch import ROOT, free_port, program
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 
 
 @cache
@@ -120,7 +120,7 @@ def environment(**variables: str) -> dict[str, str]:
 def launch(*command: object) -> str:
     """What is printed by what a launcher starts."""
     arguments = [*map(str, command)]
-    found = subprocess.run(arguments, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=150)
+    found = subprocess.run(arguments, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=280)
     assert found.returncode == 0, found.stderr[-4000:]
     return found.stdout
 
