@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.integrate import solve_ivp
-from scipy.optimize._numdiff import approx_derivative
+from scipy.optimize import _numdiff
 
 import batchopt
 
@@ -92,7 +92,7 @@ def test_derivatives_are_those_of_scipy(method: Any, bound: float | None) -> Non
     decorated = batchopt.finite_differences(method=method, bounds={"rest": (low, high)})(undecorated)
     start = torch.nn.utils.parameters_to_vector(model.parameters()).detach().numpy()
     bounds = ([-np.inf] * 4, [np.inf, high, high, high])
-    expected = approx_derivative(lambda x: waves(x, TIMES.numpy()), start, method, bounds=bounds)
+    expected = _numdiff.approx_derivative(lambda x: waves(x, TIMES.numpy()), start, method, bounds=bounds)
     exact = slopes(lambda model, times: Plain.forward(model, times), model)
     found = slopes(decorated, model)
     torch.testing.assert_close(found, torch.as_tensor(expected), rtol=1e-7, atol=1e-7)
@@ -163,7 +163,7 @@ def test_bits_depend_on_no_worker_and_errors_of_the_fit_are_those_of_scipy() -> 
             model.rates.copy_(torch.as_tensor(x))
             return (model(STARTS) - targets).reshape(-1).numpy()
 
-    rows = approx_derivative(residual, x, "3-point")
+    rows = _numdiff.approx_derivative(residual, x, "3-point")
     variance = np.square(residual(x)).sum() / (targets.numel() - 4)
     np.testing.assert_allclose(errors, np.sqrt(np.diag(np.linalg.inv(rows.T @ rows)) * variance), rtol=1e-3)
 
