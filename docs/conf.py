@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "workers")]
+sys.path[:0] = [str(ROOT), str(ROOT / "workers"), str(ROOT / "docs" / "_ext")]
 
 import batchopt  # noqa: E402
 
@@ -22,8 +22,10 @@ extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
     "sphinx_copybutton",
     "sphinx_gallery.gen_gallery",
+    "members",
 ]
 exclude_patterns = ["_build", "examples"]
 templates_path: list[str] = []
@@ -46,6 +48,7 @@ myst_heading_anchors = 4
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
+python_maximum_signature_line_length = 100
 napoleon_numpy_docstring = False
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
