@@ -26,7 +26,9 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_gallery.gen_gallery",
     "members",
+    "mathml",
 ]
+html_math_renderer = "mathml"
 exclude_patterns = ["_build", "examples"]
 templates_path: list[str] = []
 default_role = "code"  # as docstrings write it
