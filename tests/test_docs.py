@@ -23,12 +23,11 @@ import batchopt
 import batchopt.ignite
 from batchopt import errors
 from benchmarks.findings import RESULTS, read
+from tests import recipes
 
 ROOT = Path(__file__).parent.parent
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 RECIPES = ROOT / "docs" / "recipes.md"  # tests/test_recipes.py runs its programs
-# Their libraries change settings of the process, which therefore is one of their own.
-APART = [ROOT / "docs" / f"{name}.md" for name in ("deepxde", "pfn-extras")]
 LIBRARIES = ROOT / "docs" / "libraries.md"  # tests/test_libraries.py runs its programs
 REFERENCE = sorted((ROOT / "docs" / "api").glob("*.md"))
 BESIDE = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY", "CHANGELOG")]
@@ -58,7 +57,7 @@ def prose(page: Path) -> str:
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     "page",
-    [page for page in DOCS if programs(page) and page not in (RECIPES, LIBRARIES, *APART)],
+    [page for page in DOCS if programs(page) and page not in (RECIPES, LIBRARIES)],
     ids=lambda page: page.stem,
 )
 def test_the_blocks_of_a_page_run_one_after_the_other(
@@ -68,11 +67,13 @@ def test_the_blocks_of_a_page_run_one_after_the_other(
     exec(compile("\n".join(programs(page)), str(page), "exec"), {"__name__": "program"})
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("page", APART, ids=lambda page: page.stem)
-def test_programs_with_other_libraries_run(page: Path, tmp_path: Path) -> None:
+ALONE = ["Two optimizers over one module", pytest.param("pytorch-pfn-extras", marks=pytest.mark.nightly)]
+
+
+@pytest.mark.parametrize("heading", ALONE)
+def test_recipes_that_stand_alone_run(heading: str, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
-    program.write_text("\n".join(programs(page)))
+    program.write_text(recipes.read()[0] + recipes.read()[1][heading])
     ended = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=110, cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
 
