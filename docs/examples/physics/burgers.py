@@ -4,7 +4,7 @@ Burgers' equation: a physics-informed network and four optimizers
 
 A network u(t, x) is to satisfy
 
-.. math:: u_t + u u_x = 0.05 u_{xx}, \\qquad u(0, x) = -\\sin \\pi x, \\qquad u(t, -1) = u(t, 1) = 0
+.. math:: u_t + u u_x = 0.05 u_{xx}, \\qquad u(0, x) = -\\sin(\\pi x), \\qquad u(t, -1) = u(t, 1) = 0
 
 for 0 < t < 1 and -1 < x < 1. There are no data: the loss is the mean square of what the equation leaves at collocation
 points. The solution becomes steep at x = 0.
