@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
 
@@ -36,10 +36,16 @@ from batchopt.extending import Extensible
 from batchopt_workers.tasks.hogwild import Factory
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from batchopt.extras.covariance import Covariance
     from batchopt.extras.timeline import Timeline
 
+    Array = torch.Tensor | np.ndarray[Any, Any]  # a batch of these has results of the function's own type
+    Points = torch.Tensor | Sequence[torch.Tensor]
+
 Self = TypeVar("Self", bound="Evaluations")
+R = TypeVar("R")
 
 
 class Evaluations(Extensible):
@@ -168,6 +174,10 @@ class Evaluations(Extensible):
 
     # ---- least squares
 
+    @overload
+    def residuals(self, inputs: Array, targets: Any = None) -> torch.Tensor: ...
+    @overload
+    def residuals(self, inputs: Any = None, targets: Any = None) -> Any: ...
     def residuals(self, inputs: Any = None, targets: Any = None) -> Any:
         """Return the residuals in sample order: shape `(samples, d)`, their dtype; a dict where there are terms.
 
@@ -267,8 +277,14 @@ class Evaluations(Extensible):
         self._owner.check_between_steps("covariance")
         return covariance_of(self, kind, sigma, tolerance, limit)
 
+    @overload
+    def evaluate_many(self, points: Points, gradients: Literal[False] = False) -> torch.Tensor: ...
+    @overload
+    def evaluate_many(self, points: Points, gradients: Literal[True]) -> tuple[torch.Tensor, torch.Tensor]: ...
+    @overload
+    def evaluate_many(self, points: Points, gradients: bool) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
     def evaluate_many(
-        self, points: torch.Tensor | Sequence[torch.Tensor], gradients: bool = False
+        self, points: Points, gradients: bool = False
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Return f of the loaded batch at each of `points` instead of the current parameters: shape `(K,)`, float64.
 
@@ -301,6 +317,27 @@ class Evaluations(Extensible):
 
     # ---- any function of the batch
 
+    @overload
+    def collect(
+        self,
+        function: Callable[[torch.nn.Module, Any, Any], R],
+        inputs: Array,
+        targets: Any = None,
+        *,
+        grad: bool = False,
+        train: bool | None = None,
+    ) -> R: ...
+    @overload
+    def collect(
+        self,
+        function: Functions = None,
+        inputs: Any = None,
+        targets: Any = None,
+        *,
+        grad: bool = False,
+        train: bool | None = None,
+        layers: Sequence[str] = (),
+    ) -> Any: ...
     def collect(
         self,
         function: Functions = None,
@@ -341,6 +378,26 @@ class Evaluations(Extensible):
         data = inputs, targets
         return apply(self._function, collect, function, data, grad=grad, train=train, layers=layers)
 
+    @overload
+    def total(
+        self,
+        function: Callable[[torch.nn.Module, Any, Any], R],
+        inputs: Array,
+        targets: Any = None,
+        *,
+        grad: bool = False,
+        train: bool | None = None,
+    ) -> R: ...
+    @overload
+    def total(
+        self,
+        function: Functions,
+        inputs: Any = None,
+        targets: Any = None,
+        *,
+        grad: bool = False,
+        train: bool | None = None,
+    ) -> Any: ...
     def total(
         self,
         function: Functions,
@@ -398,6 +455,10 @@ class Evaluations(Extensible):
             )
         self._function.workers.keep_outputs(keep)
 
+    @overload
+    def predict(self, inputs: Array, *, transform: Callable[[Any], R]) -> R: ...
+    @overload
+    def predict(self, inputs: Any = None, *, transform: Callable[[Any], Any] | None = None) -> Any: ...
     def predict(self, inputs: Any = None, *, transform: Callable[[Any], Any] | None = None) -> Any:
         """Return the module's outputs for all of `inputs`, in order: in evaluation mode, without graph and targets.
 
@@ -425,6 +486,12 @@ class Evaluations(Extensible):
         """Yield `(outputs, batch)` for each batch of a loader, like `predict`, while the next one is read."""
         return iter_predict(self._function, batches, transform)
 
+    @overload
+    def score(
+        self, data: Any, metrics: Mapping[str, Any], *, transform: Callable[[Any], Any] | None = None
+    ) -> dict[str, Any]: ...
+    @overload
+    def score(self, data: Any, metrics: Any, *, transform: Callable[[Any], Any] | None = None) -> Any: ...
     def score(self, data: Any, metrics: Any, *, transform: Callable[[Any], Any] | None = None) -> Any:
         """Return metrics of the module's outputs for all of `data`: a dict of values by name, or the value of a single
         metric.

@@ -71,6 +71,9 @@ class Extensible:
     _function: Engine
     _owner: Owner
 
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if not name.startswith("_") or name.startswith("__")]
+
     def observe(self, observer: Followed) -> AbstractContextManager[Followed]:
         """Let an `Observer` follow evaluations and other work inside a `with` statement.
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import ast
+import html
 import logging
 import os
 import re
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
+from docutils import nodes
+
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "workers")]
+sys.path[:0] = [str(ROOT), str(ROOT / "workers"), str(ROOT / "docs" / "_ext")]
 
 import batchopt  # noqa: E402
 
@@ -22,9 +26,13 @@ extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
     "sphinx_copybutton",
     "sphinx_gallery.gen_gallery",
+    "members",
+    "mathml",
 ]
+html_math_renderer = "mathml"
 exclude_patterns = ["_build", "examples"]
 templates_path: list[str] = []
 default_role = "code"  # as docstrings write it
@@ -46,6 +54,7 @@ myst_heading_anchors = 4
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
+python_maximum_signature_line_length = 100
 napoleon_numpy_docstring = False
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
@@ -114,15 +123,42 @@ def print_refusals(app: object, name: str, source: list[str]) -> None:
     source[0] = re.sub(r"<!-- refused: (\w+) -->", table, source[0])
 
 
+def put_figure_first(app: object, name: str, source: list[str]) -> None:
+    """Show the figure of an example before its code, too, where it was run."""
+    figure = re.search(r"^\.\. image-sg:: .*\n(?: +.*\n)+", source[0], re.MULTILINE)
+    if name.startswith("gallery/") and figure is not None:
+        begin = "\n.. GENERATED FROM PYTHON SOURCE LINES"
+        source[0] = source[0].replace(begin, f"\n{figure[0]}\n{begin}", 1)
+
+
+def describe(app: object, name: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """Give a page its first paragraph as the description that search engines show; links in chats show it, too."""
+    first = None if doctree is None else next(doctree.findall(nodes.paragraph), None)
+    text = DESCRIPTION if first is None or name == "index" else " ".join(first.astext().split())
+    text = html.escape(textwrap.shorten(text, 200, placeholder=" ..."))
+    kinds = 'name="description"', 'property="og:description"'
+    tags = "".join(f'<meta {kind} content="{text}" />\n' for kind in kinds)
+    context["metatags"] = context.get("metatags", "") + tags
+
+
 def setup(app: Any) -> None:
     """Called by Sphinx."""
+    app.connect("source-read", put_figure_first)
+    app.connect("html-page-context", describe)
     app.connect("source-read", link_included)
     app.connect("source-read", offer_program)
     app.connect("source-read", print_refusals)
 
 
+DESCRIPTION = (
+    "batchopt evaluates f(X) and df/dX of a whole batch on all cores, GPUs and machines, exactly, for any optimizer: "
+    "L-BFGS, Levenberg-Marquardt, SciPy. For PyTorch."
+)
+
 html_theme = "furo"
+html_favicon = "_static/favicon.svg"
+pygments_dark_style = "github-dark"
 html_title = f"batchopt {version}"
 html_static_path = ["_static"]
-html_css_files = ["gallery.css"]
+html_css_files = ["site.css"]
 html_theme_options = {"navigation_with_keys": True}

@@ -23,12 +23,11 @@ import batchopt
 import batchopt.ignite
 from batchopt import errors
 from benchmarks.findings import RESULTS, read
+from tests import recipes
 
 ROOT = Path(__file__).parent.parent
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 RECIPES = ROOT / "docs" / "recipes.md"  # tests/test_recipes.py runs its programs
-# Their libraries change settings of the process, which therefore is one of their own.
-APART = [ROOT / "docs" / f"{name}.md" for name in ("deepxde", "pfn-extras")]
 LIBRARIES = ROOT / "docs" / "libraries.md"  # tests/test_libraries.py runs its programs
 REFERENCE = sorted((ROOT / "docs" / "api").glob("*.md"))
 BESIDE = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY", "CHANGELOG")]
@@ -58,7 +57,7 @@ def prose(page: Path) -> str:
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     "page",
-    [page for page in DOCS if programs(page) and page not in (RECIPES, LIBRARIES, *APART)],
+    [page for page in DOCS if programs(page) and page not in (RECIPES, LIBRARIES)],
     ids=lambda page: page.stem,
 )
 def test_the_blocks_of_a_page_run_one_after_the_other(
@@ -68,11 +67,13 @@ def test_the_blocks_of_a_page_run_one_after_the_other(
     exec(compile("\n".join(programs(page)), str(page), "exec"), {"__name__": "program"})
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("page", APART, ids=lambda page: page.stem)
-def test_programs_with_other_libraries_run(page: Path, tmp_path: Path) -> None:
+ALONE = ["Two optimizers over one module", pytest.param("pytorch-pfn-extras", marks=pytest.mark.nightly)]
+
+
+@pytest.mark.parametrize("heading", ALONE)
+def test_recipes_that_stand_alone_run(heading: str, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
-    program.write_text("\n".join(programs(page)))
+    program.write_text(recipes.read()[0] + recipes.read()[1][heading])
     ended = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=110, cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
 
@@ -145,7 +146,8 @@ def test_the_tables_have_every_argument() -> None:
 
 
 def test_the_tables_have_every_member_and_how_it_is_called() -> None:
-    documented = {member.split("(")[0]: member for member in column(ARGUMENTS, "Members")}
+    page = ROOT / "docs" / "api" / "optimizer.md"
+    documented = {member.split("(")[0]: member for member in column(page, "Members")}
     doors = {door.split("(")[0].removeprefix("opt.") for door in column(ROOT / "docs" / "extending.md", "Extending")}
     with batchopt.BatchOptimizer(torch.nn.Linear(1, 1)) as opt:
         members = {name for name in dir(opt) if not name.startswith("_")}
@@ -257,7 +259,8 @@ def shown(number: float, cell: str) -> bool:
 @pytest.mark.parametrize("result", sorted(path.stem for path in RESULTS.glob("*.json")))
 def test_every_target_that_is_not_met_is_published(result: str) -> None:
     name = f"benchmarks/results/{result}.json"
-    rows = [row for t in tables(ROOT / "docs" / "benchmarks.md") if t.comment == name for row in t.rows]
+    pages = [ROOT / "docs" / f"{page}.md" for page in ("benchmarks", "measurements")]
+    rows = [row for page in pages for t in tables(page) if t.comment == name for row in t.rows]
     for finding in read(result):
         if finding.verdict == "NOT MET":
             assert any(row[-1] == "not met" and has(row, finding.value) for row in rows), finding

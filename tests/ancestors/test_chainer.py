@@ -1,4 +1,4 @@
-"""What people did with Chainer's updaters and trainer; docs/coming-from.md has the rows."""
+"""What people did with Chainer's updaters and trainer; docs/ancestors.md has the rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people did with MXNet's `Module` and `SVRGModule`; docs/coming-from.md has the rows."""
+"""What people did with MXNet's `Module` and `SVRGModule`; docs/ancestors.md has the rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people did with `FeedForward` of MXNet.jl; docs/coming-from.md has the rows."""
+"""What people did with `FeedForward` of MXNet.jl; docs/ancestors.md has the rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/coming-from.md has every row, once, with tests that exist."""
+"""docs/ancestors.md has every row, once, with tests that exist."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from tests.test_docs import ROOT, tables
 
-PAGE = ROOT / "docs" / "coming-from.md"
+PAGE = ROOT / "docs" / "ancestors.md"
 COUNTS = {"A": 60, "B": 24, "C": 24, "D": 17, "E": 10, "W": 43}
 ROWS = [f"{letter}{number}" for letter, count in COUNTS.items() for number in range(1, count + 1)]
 

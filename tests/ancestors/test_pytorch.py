@@ -1,4 +1,4 @@
-"""What PyTorch's first releases promised for several processes; docs/coming-from.md has the rows."""
+"""What PyTorch's first releases promised for several processes; docs/ancestors.md has the rows."""
 
 from __future__ import annotations
 

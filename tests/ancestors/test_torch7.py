@@ -1,4 +1,4 @@
-"""What people did with `nn.BatchOptimization` and `parallel` of Torch7; docs/coming-from.md has the rows."""
+"""What people did with `nn.BatchOptimization` and `parallel` of Torch7; docs/ancestors.md has the rows."""
 
 from __future__ import annotations
 

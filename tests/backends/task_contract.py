@@ -345,7 +345,7 @@ class TaskContract(LeastSquaresContract):
         points = torch.stack([start * scale for scale in (1.0, 0.5, -1.0, 2.0, 1.0)])
         points[3, 0] = torch.nan
         f, gradients = opt.evaluate_many(points, gradients=True)
-        assert torch.equal(opt.evaluate_many([*points]), f)  # type: ignore[arg-type]
+        assert torch.equal(opt.evaluate_many([*points]), f)
         assert torch.equal(opt.parameters, start) and f[3] == torch.inf
         for i in (0, 1, 2, 4):
             opt.parameters.copy_(points[i])
@@ -440,7 +440,7 @@ class TaskContract(LeastSquaresContract):
             with pytest.raises(TypeError, match=r"the function cannot be sent to worker processes: it captures .*lock"):
                 opt.collect(lambda m, inputs, targets: inputs if lock else targets)
         with pytest.raises(TypeError, match="`function` must be callable"):
-            opt.total(3)  # type: ignore[arg-type]
+            opt.total(3)  # type: ignore[call-overload]
         with pytest.raises(ValueError, match="`targets` were given without `inputs`"):
             opt.collect(raises, None, Y)
         assert opt.evaluate() == loss

@@ -12,7 +12,7 @@ from batchopt_workers.data.structures import all_finite
 from batchopt_workers.tasks.task import PieceContext
 
 # Creates an optimizer for parameters.
-Factory = Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer]
+Factory = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
 class Hogwild:
