@@ -78,7 +78,7 @@ CHOICES: list[OptimizerChoice] = [
 FACTORIES: list[Factory] = [torch.optim.SGD, partial(torch.optim.SGD, lr=0.1), of_any, of_tensors, of_parameters]
 
 
-@pytest.mark.parametrize("choice", CHOICES, ids=str)
+@pytest.mark.parametrize("choice", CHOICES, ids=range(len(CHOICES)))
 def test_an_optimizer_is_anything_that_makes_one_of_parameters(choice: OptimizerChoice) -> None:
     with batchopt.BatchOptimizer(torch.nn.Linear(1, 1), torch.nn.MSELoss(), optimizer=choice) as opt:
         assert opt.step(X, Y) == opt.output
