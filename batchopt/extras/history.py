@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from batchopt.extending import Evaluated, Observer, Stepped, read_count
+from batchopt.extras.figure import blank
 from batchopt.optim import Iteration
 
 if TYPE_CHECKING:
@@ -84,12 +85,7 @@ class History(Observer):
     def draw(self, path: str | os.PathLike[str] | None = None, columns: Sequence[str] = ("f", "gradient")) -> Figure:
         """Return a figure of `columns` over evaluations, on a logarithmic scale; also written to `path`. Raises
         `ImportError` without matplotlib."""
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError("drawing needs matplotlib: pip install 'batchopt[plot]'") from error
-        figure = Figure(figsize=(7, 4), layout="constrained")
-        axis = figure.subplots()
+        figure, axis = blank(7, 4)
         for name in columns:
             points = [(row["evaluations"], row[name]) for row in self.rows if name in row]
             if points:

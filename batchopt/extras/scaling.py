@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from batchopt.extending import coordination, read_positive, usable_cores
+from batchopt.extras.figure import blank
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -104,14 +105,7 @@ class Scaling:
     def draw(self, path: str | os.PathLike[str] | None = None) -> Figure:
         """Return a figure, saved to `path` if given: the speed-up by the number of workers, measured and computed.
         Raises `ImportError` where matplotlib is missing: it comes with the extra `plot`."""
-        try:
-            from matplotlib.backends.backend_agg import FigureCanvasAgg
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError("drawing needs matplotlib: pip install 'batchopt[plot]'") from error
-        figure = Figure(figsize=(7, 5), layout="constrained")
-        FigureCanvasAgg(figure)
-        axes = figure.add_subplot()
+        figure, axes = blank(7, 5)
         alone = min((row for row in self.rows if row.workers == 1), key=lambda row: row.seconds)
         several = [row for row in self.rows if row.workers > 1 and row.machines == 1]
         known = [alone, *(row for row in several if row.measured)]

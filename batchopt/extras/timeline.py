@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from batchopt.extending import Answer, Evaluated, Observer
+from batchopt.extras.figure import blank
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -122,15 +123,8 @@ class Timeline(Observer):
 
         Raises `ImportError` where matplotlib is missing: it comes with the extra `plot`.
         """
-        try:
-            from matplotlib.backends.backend_agg import FigureCanvasAgg
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError("drawing a timeline needs matplotlib: pip install 'batchopt[plot]'") from error
         zero = min((event.began for event in self.events), default=0.0)
-        figure = Figure(figsize=(10, 1.2 + 0.5 * len(self.lanes)), layout="constrained")
-        FigureCanvasAgg(figure)
-        axes = figure.add_subplot()
+        figure, axes = blank(10, 1.2 + 0.5 * len(self.lanes))
         split, utilisation = self.split, self.utilisation
         for height, lane in enumerate(reversed(self.lanes)):
             for name, colour in _COLOURS.items():

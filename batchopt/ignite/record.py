@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from batchopt.extras.figure import blank
 from batchopt.ignite.triggers import read_interval
 
 if TYPE_CHECKING:
@@ -91,18 +92,11 @@ class Record:
     def plot(self, path: str | os.PathLike[str] | None = None, keys: Sequence[str] | None = None) -> Figure:
         """Return a figure, saved to `path` if given: numbers over epochs. Default: all but learning rate and time.
         Raises `ImportError` where matplotlib is missing: it comes with the extra `plot`."""
-        try:
-            from matplotlib.backends.backend_agg import FigureCanvasAgg
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError("plotting a record needs matplotlib: pip install 'batchopt[plot]'") from error
         lines = self.lines()
         if keys is None:
             others = ("epoch", "iteration", "elapsed_time", "lr")
             keys = list(dict.fromkeys(name for line in lines for name in line if name not in others))
-        figure = Figure(figsize=(8, 5), layout="constrained")
-        FigureCanvasAgg(figure)
-        axes = figure.add_subplot()
+        figure, axes = blank(8, 5)
         for key in keys:
             points = [(line["epoch"], line[key]) for line in lines if line.get(key) is not None]
             axes.plot([x for x, _ in points], [y for _, y in points], marker=".", label=key)
