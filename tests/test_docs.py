@@ -30,6 +30,7 @@ RECIPES = ROOT / "docs" / "recipes.md"  # tests/test_recipes.py runs its program
 # Their libraries change settings of the process, which therefore is one of their own.
 APART = [ROOT / "docs" / f"{name}.md" for name in ("deepxde", "pfn-extras")]
 LIBRARIES = ROOT / "docs" / "libraries.md"  # tests/test_libraries.py runs its programs
+LOGGING = ROOT / "docs" / "logging.md"  # tests/ignite/test_loggers.py runs its programs
 REFERENCE = sorted((ROOT / "docs" / "api").glob("*.md"))
 BESIDE = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY", "CHANGELOG")]
 PAGES = [*BESIDE, *DOCS, *REFERENCE]
@@ -58,7 +59,7 @@ def prose(page: Path) -> str:
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     "page",
-    [page for page in DOCS if programs(page) and page not in (RECIPES, LIBRARIES, *APART)],
+    [page for page in DOCS if programs(page) and page not in (RECIPES, LIBRARIES, LOGGING, *APART)],
     ids=lambda page: page.stem,
 )
 def test_the_blocks_of_a_page_run_one_after_the_other(
