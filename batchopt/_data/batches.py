@@ -25,7 +25,7 @@ from batchopt._data.terms import Weighted, check_names, read_weights, refuse_wei
 from batchopt.errors import TRAINER_ADVICE
 from batchopt_workers.data.batch import Batch, Columns, Part, Samples
 from batchopt_workers.data.items import Collate, Items
-from batchopt_workers.data.structures import is_record, items_of, map_tensors, tensors_in
+from batchopt_workers.data.structures import can_be_cut, is_record, is_tensordict, items_of, map_tensors, tensors_in
 from batchopt_workers.map.objective import LossFunction
 from batchopt_workers.map.squares import MeanSquare
 from batchopt_workers.map.weighting import SAMPLE_WEIGHT, Denominators, Weighting
@@ -318,6 +318,11 @@ def _check_tensors(path: str, data: Any, device: torch.device | None) -> list[tu
                 "parallelize=1"
             )
         return [(path, data)]
+    if is_tensordict(data) and not can_be_cut(data):
+        raise ValueError(
+            f"`{path}` is a {type(data).__name__} (a tensorclass, a stack, or memory of a file), which cannot be cut: "
+            "call .to_tensordict() on it; where texts are stacked, .to_dict() on the whole"
+        )
     form = "{}.{}" if is_record(data) else "{}[{!r}]"
     return [found for key, item in items_of(data) for found in _check_tensors(form.format(path, key), item, device)]
 
