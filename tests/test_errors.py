@@ -12,6 +12,11 @@ from batchopt.errors import BatchoptError, NonFiniteError, RemoteTraceback, Work
 OVERFLOW = "loss is nan though that of each chunk is finite without hooks: a hook made it so, or the sum overflows"
 
 
+UNCHANGED = (
+    "parameters are unchanged (on_nonfinite='return' makes it an infinite loss, for line searches that step back)"
+)
+
+
 def non_finite(what: str, chunk: int | None, samples: range) -> NonFiniteError:
     return NonFiniteError(what, chunk, samples, step=5, evaluation=9)
 
@@ -20,25 +25,25 @@ def non_finite(what: str, chunk: int | None, samples: range) -> NonFiniteError:
     "error, message, attributes",
     [
         (
-            WorkerError(3, "ZeroDivisionError", "division by zero", range(512, 768)),
-            "ZeroDivisionError in worker 3, samples 512..767: division by zero",
-            {"rank": 3, "type_name": "ZeroDivisionError", "samples": range(512, 768)},
+            WorkerError(3, "IndexError", "list index out of range", range(512, 768)),
+            "IndexError in worker 3, samples 512..767: list index out of range",
+            {"rank": 3, "type_name": "IndexError", "samples": range(512, 768)},
         ),
         (WorkerError(0, "KeyError", "'x'", range(0)), "KeyError in worker 0: 'x'", {"rank": 0}),
         (WorkerLostError("gone"), "gone", {}),
         (
             non_finite("loss is inf", 2, range(7, 8)),
-            "loss is inf in chunk 2 (sample 7), at step 5, evaluation 9; parameters are unchanged",
+            f"loss is inf in chunk 2 (sample 7), at step 5, evaluation 9; {UNCHANGED}",
             {"chunk": 2, "samples": range(7, 8)},
         ),
         (
             non_finite("gradient is not finite", 0, range(4, 8)),
-            "gradient is not finite in chunk 0 (samples 4..7), at step 5, evaluation 9; parameters are unchanged",
+            f"gradient is not finite in chunk 0 (samples 4..7), at step 5, evaluation 9; {UNCHANGED}",
             {"chunk": 0, "samples": range(4, 8)},
         ),
         (
             non_finite("loss is nan", None, range(0)),
-            f"{OVERFLOW}, at step 5, evaluation 9; parameters are unchanged",
+            f"{OVERFLOW}, at step 5, evaluation 9; {UNCHANGED}",
             {"chunk": None, "samples": range(0)},
         ),
     ],

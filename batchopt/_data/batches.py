@@ -253,6 +253,9 @@ def _readings(name: str, data: Any, spec: BatchSpec) -> list[InMemory]:
             if len(lengths) == 1 and None not in lengths:
                 found.append(Columns(data))
         return found
+    for item in (data, *(item for _, item in items_of(data))):
+        if hasattr(item, "to_numpy"):  # of pandas, say: beside tensors it would belong to all samples
+            raise TypeError(f"`{name}` is or has a {type(item).__name__}: call .to_numpy() on it")
     if not tensors:
         raise TypeError(
             f"`{name}` must be a tensor (torch.as_tensor makes one), a tuple or dict of tensors, or a list of samples; "
@@ -261,9 +264,15 @@ def _readings(name: str, data: Any, spec: BatchSpec) -> list[InMemory]:
     first_path, first = tensors[0]
     for path, tensor in tensors:
         if tensor.dim() == 0:
-            raise TypeError(f"`{path}` is a 0-dim tensor: there is no dimension of samples to split")
+            raise TypeError(
+                f"`{path}` is a 0-dim tensor: there is no dimension of samples to split; a number for all samples is "
+                "no tensor, but .item() of it, or a buffer of the module"
+            )
         if tensor.shape[0] != first.shape[0]:
-            raise ValueError(f"`{first_path}` has {first.shape[0]} samples but `{path}` has {tensor.shape[0]}")
+            raise ValueError(
+                f"`{first_path}` has {first.shape[0]} samples but `{path}` has {tensor.shape[0]}: what belongs to all "
+                "samples is a buffer of the module"
+            )
     return [Columns(data)]
 
 
