@@ -17,6 +17,7 @@ of these, parameters, buffers and counters are as they were before the step.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -235,6 +236,15 @@ def add_way_to_call(error: BatchoptError, inputs: Any) -> None:
         f"{error} (the module is given its inputs as one argument, a {kind}; for an argument for each item: "
         f"loss_fn=lambda m, x, t: criterion({call}, t))",
     )
+
+
+def add_whole(error: BatchoptError, size: int) -> None:
+    """Add to the message of an error in a part of the batch, which names the `size` of the whole, how to see it all."""
+    if isinstance(error, WorkerError) and 0 < len(error.samples) < size and re.search(rf"\b{size}\b", error.message):
+        error.args = (
+            f"{error} (these are {len(error.samples)} of the {size} samples: what has a row for each belongs into the "
+            "batch; a loss that needs all at once cannot be divided: use parallelize=1 without `chunk_size`)",
+        )
 
 
 def _where(samples: range, terms: Mapping[str, range]) -> str:

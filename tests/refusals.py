@@ -479,6 +479,8 @@ step(X, Y.masked_fill(Y > 0.7, math.nan), optimizer="sgd") ->
     NonFiniteError: loss is nan in chunk 0 (sample 2)...; parameters are unchanged (on_nonfinite='return' makes it an
 step(module=failing(torch.linalg.cholesky, -torch.eye(2))) -> WorkerError: if f is infinite where this is raised, say so
 step(module=failing(math.sqrt, -1)) -> WorkerError: math domain error (if ...by nonfinite_errors=..., with the class
+step(X, Y, loss_fn=lambda m, x, y: (m(x) - Y).mean(), chunk_size=2) -> WorkerError: of the 4 samples: what has a row for
+step(X, Y, loss_fn=lambda m, x, y: (m(x) - Y).mean(), parallelize=2) -> WorkerError: cannot be divided: use parallelize
 step({"x": X, "mask": X}, Y, module=Keywords()) -> WorkerError: a dict; for ...: loss_fn=lambda m, x, t: criterion(m(**x
 step((X, X), Y, module=Keywords(), parallelize=2) -> WorkerError: a tuple; for...: loss_fn=...criterion(m(*x), t))
 step(Listed(*[({"x": X[0]}, Y[0])] * 4)) -> WorkerError: a dict; for an argument for each item: loss_fn=
