@@ -17,6 +17,7 @@ of these, parameters, buffers and counters are as they were before the step.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -71,6 +72,8 @@ class WorkerError(BatchoptError):
 def _advice(type_name: str, message: str) -> str:
     """Return advice on an exception of the user's code, if there is any."""
     found = _ADVICE.get(type_name.rpartition(".")[2].lstrip("_"), "")
+    if any(words in message for words in _UNDEFINED):
+        found = _NOT_FINITE
     if "on the same device" in message or "not on the expected device" in message:
         found = " (if the batch is on another device than the module, move it there: inputs.to(device))"
     return found
@@ -80,9 +83,12 @@ _NOT_FINITE = (
     " (if f is infinite where this is raised, say so by nonfinite_errors=..., with the class of the exception, and "
     "on_nonfinite='return' for line searches that step back)"
 )
+# Of `math`, torch.distributions and torchdiffeq, where parameters have gone too far.
+_UNDEFINED = "math domain error", "math range error", "to satisfy the constraint", "underflow in dt"
 _ADVICE = {
     "OutOfMemoryError": " (chunk_size='auto' finds chunks that fit into the memory of the device; or give a number)",
-    **dict.fromkeys(("LinAlgError", "NotPSDError", "NanError"), _NOT_FINITE),
+    **dict.fromkeys(("LinAlgError", "NotPSDError", "NanError", "FloatingPointError"), _NOT_FINITE),
+    **dict.fromkeys(("ZeroDivisionError", "OverflowError"), _NOT_FINITE),
     "ModuleNotFoundError": " (install it where the workers run, or send the module: by value, with "
     "cloudpickle.register_pickle_by_value(module), or on Ray with ray.init(runtime_env={'py_modules': [module]}))",
     "MemoryError": " (a smaller chunk_size needs less memory at a time)",
@@ -183,7 +189,10 @@ class NonFiniteError(BatchoptError):
         self._arguments = (what, chunk, samples, step, evaluation, dict(terms), where)
         self.chunk = chunk
         self.samples, self.terms = samples, dict(terms)
-        when = f", at step {step}, evaluation {evaluation}; parameters are unchanged"
+        when = (
+            f", at step {step}, evaluation {evaluation}; parameters are unchanged (on_nonfinite='return' makes it an "
+            "infinite loss, for line searches that step back)"
+        )
         if where:
             when = ""
         elif chunk is not None:
@@ -211,6 +220,31 @@ def add_data_indices(error: BatchoptError, rows: Sequence[int] | None) -> None:
     if samples and rows is not None and not getattr(error, "terms", None):
         first = ", ".join(str(int(rows[sample])) for sample in samples[:3])
         error.args = (f"{error} [of the data: {first}{', ...' if len(samples) > 3 else ''}]",)
+
+
+def add_way_to_call(error: BatchoptError, inputs: Any) -> None:
+    """Add to the message of a wrong call how a module is called with the items of `inputs`, if they have some."""
+    if not isinstance(error, WorkerError) or error.type_name not in ("TypeError", "AttributeError"):
+        return
+    if isinstance(inputs, Mapping) or "not dict" in error.message or "'dict' object" in error.message:
+        kind, call = "dict", "m(**x)"
+    elif isinstance(inputs, tuple) or "not tuple" in error.message:
+        kind, call = "tuple", "m(*x)"
+    else:
+        return
+    error.args = (
+        f"{error} (the module is given its inputs as one argument, a {kind}; for an argument for each item: "
+        f"loss_fn=lambda m, x, t: criterion({call}, t))",
+    )
+
+
+def add_whole(error: BatchoptError, size: int) -> None:
+    """Add to the message of an error in a part of the batch, which names the `size` of the whole, how to see it all."""
+    if isinstance(error, WorkerError) and 0 < len(error.samples) < size and re.search(rf"\b{size}\b", error.message):
+        error.args = (
+            f"{error} (these are {len(error.samples)} of the {size} samples: what has a row for each belongs into the "
+            "batch; a loss that needs all at once cannot be divided: use parallelize=1 without `chunk_size`)",
+        )
 
 
 def _where(samples: range, terms: Mapping[str, range]) -> str:

@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,6 +81,9 @@ class PlainTorch:
             output = self.module(inputs)
         return {name: metric(output, targets).item() for name, metric in metrics.items()}
 
+    def close(self) -> None:
+        pass
+
     def __enter__(self) -> PlainTorch:
         return self
 
@@ -130,8 +134,37 @@ def naively(program: str, optimizer: str) -> dict[str, Any]:
     return found
 
 
+def resumed(optimizer: str) -> dict[str, Any]:
+    """Run Lightning's program for four epochs, and for two and two more from a checkpoint, with dropout and two batches
+    an epoch; returns whether the bits are the same, and the evaluations."""
+    head, programs = read()
+    names: dict[str, Any] = {"__name__": "program"}
+    exec(head.replace("torch.nn.Tanh()", "torch.nn.Tanh(), torch.nn.Dropout(0.1)"), names)
+    names["optimizer"] = OPTIMIZERS[optimizer] or names["optimizer"]
+    program = programs["Lightning"].replace("parallelize=2", "parallelize=2, chunk_size=100")
+    exec(program.replace("batch_size=len(x)", "batch_size=1000"), names)
+
+    def fitted(epochs: int, checkpoint: str | None = None) -> Any:
+        names["trainer"] = names["lightning"].Trainer(max_epochs=epochs, accelerator="cpu", **names["quiet"])
+        fit = names["Fit"]()
+        names["trainer"].fit(fit, names["loader"], ckpt_path=checkpoint)
+        return fit
+
+    with TemporaryDirectory() as folder:
+        names["quiet"] |= {"default_root_dir": folder}
+        whole, _ = fitted(4), fitted(2)
+        names["trainer"].save_checkpoint(path := f"{folder}/half.ckpt")
+        again = fitted(4, path)
+    pairs = zip(whole.net.parameters(), again.net.parameters(), strict=True)
+    same = all(torch.equal(one, other) for one, other in pairs)
+    return {"same": same, "evaluations": [fit.opt.eval_counter for fit in (whole, again)]}
+
+
 def main() -> None:
     """Run what is under a heading of the page."""
+    if sys.argv[1] == "resumed":
+        print(json.dumps({optimizer: resumed(optimizer) for optimizer in OPTIMIZERS}))
+        return
     program = read()[1][sys.argv[1]]
     found = {
         optimizer: {

@@ -334,6 +334,27 @@ class Stream(IterableDataset[Any]):
         return iter(torch.ones(3, 6))
 
 
+class Frame:
+    """As those of pandas."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.to_numpy = tensor.numpy
+
+
+class Keywords(Mlp):
+    """Has an argument for each tensor, as models of transformers have."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x * mask)
+
+
+def failing(function: Callable[..., Any], *arguments: Any) -> nn.Module:
+    """A module that raises what a function does."""
+    module = Mlp()
+    module.register_forward_pre_hook(lambda *_: function(*arguments) and None)
+    return module
+
+
 class Record(NamedTuple):
     points: torch.Tensor
     values: torch.Tensor
@@ -372,7 +393,7 @@ load(V, torch.rand(2)) -> ValueError: `inputs` has 3 samples but `targets` has 2
 load(V, None, ["a"]) -> ValueError: `inputs` has 3 samples but `options` has 1
 load(V, torch.rand(2), ["a"]) -> ValueError: has 3 samples but `targets` has 2 but `options` has 1
 load(TWO, V) -> ValueError: `inputs` has 2 or 4 samples but `targets` has 3
-load((V, torch.rand(2))) -> ValueError: `inputs[0]` has 3 samples but `inputs[1]` has 2
+load((V, torch.rand(2))) -> ValueError: `inputs[0]` has 3 samples but `inputs[1]` has 2: what belongs to all samples
 load({"a": [V], "b": V[:2]}) -> ValueError: `inputs['a'][0]` has 3 ...`inputs['b']` has 2
 load(Record(V, torch.rand(2))) -> ValueError: has 3 samples but ... has 2
 load([V] * 3, V) -> ValueError: each of length 3: pass a tuple
@@ -383,13 +404,16 @@ load(TWO) -> ValueError: list of 2 tensors, each of length 4: pass a tuple if
 load(TWO, TWO) -> ValueError: list of 2 tensors, each of length 4
 load(torch.rand(0, 3)) -> ValueError: the batch has 0 samples
 load([]) -> ValueError: the batch has 0 samples
-load(SCALAR) -> TypeError: `inputs` is a 0-dim tensor: there is no dimension of samples
+load(SCALAR) -> TypeError: `inputs` is a 0-dim tensor: there is no dimension of samples ...; a number for all samples is
 load(V, SCALAR) -> TypeError: `targets` is a 0-dim tensor
 load(SPARSE) -> ValueError: `inputs` is sparse (torch.sparse_coo): call .to_dense() on it
 load({"a": V, "b": SPARSE}) -> ValueError: `inputs['b']` is sparse
 load(<GRADED | (V, GRADED) | [{"a": GRADED}]>) -> ValueError: requires grad and is not a leaf: call .detach() on it
 load(lambda: 1.0) -> TypeError: `inputs` must be ...got function: a trainer or ... `opt.loss()`
 load("abc") -> TypeError: `inputs` must be a tensor ..., a tuple or dict of tensors, or a list...got str
+load(Frame(X)) -> TypeError: `inputs` is or has a Frame: call .to_numpy() on it
+load((X, Frame(Y))) -> TypeError: `inputs` is or has a Frame: call .to_numpy() on it
+load(X, Frame(Y)) -> TypeError: `targets` is or has a Frame: call .to_numpy() on it
 load(np.zeros(3, dtype=object)) -> TypeError: `inputs` must be a tensor (torch.as_tensor makes
 load(V, "abc") -> TypeError: `targets` must be ...got str
 load(V, None, "abc") -> TypeError: `options` must be a sequence with one entry a sample...got str
@@ -452,7 +476,14 @@ step(criterion=lambda output, targets: output) -> WorkerError: `criterion` must 
 step(criterion=lambda o, y: o.sum().item()) -> WorkerError: a scalar tensor; got float
 step(criterion=lambda o, y: (o - y).detach().mean()) -> WorkerError: does not depend on any trainable parameter (it has
 step(X, Y.masked_fill(Y > 0.7, math.nan), optimizer="sgd") ->
-    NonFiniteError: loss is nan in chunk 0 (sample 2), at step 1, evaluation 1; parameters are unchanged
+    NonFiniteError: loss is nan in chunk 0 (sample 2)...; parameters are unchanged (on_nonfinite='return' makes it an
+step(module=failing(torch.linalg.cholesky, -torch.eye(2))) -> WorkerError: if f is infinite where this is raised, say so
+step(module=failing(math.sqrt, -1)) -> WorkerError: math domain error (if ...by nonfinite_errors=..., with the class
+step(X, Y, loss_fn=lambda m, x, y: (m(x) - Y).mean(), chunk_size=2) -> WorkerError: of the 4 samples: what has a row for
+step(X, Y, loss_fn=lambda m, x, y: (m(x) - Y).mean(), parallelize=2) -> WorkerError: cannot be divided: use parallelize
+step({"x": X, "mask": X}, Y, module=Keywords()) -> WorkerError: a dict; for ...: loss_fn=lambda m, x, t: criterion(m(**x
+step((X, X), Y, module=Keywords(), parallelize=2) -> WorkerError: a tuple; for...: loss_fn=...criterion(m(*x), t))
+step(Listed(*[({"x": X[0]}, Y[0])] * 4)) -> WorkerError: a dict; for an argument for each item: loss_fn=
 on(lambda opt: opt.hvp([1.0] * 103)) -> TypeError: got list
 on(lambda opt: opt.hvp(torch.ones(103, dtype=torch.int64))) -> TypeError: a tensor of torch.int64
 on(lambda opt: opt.hvp(torch.ones(103) * 1j)) -> TypeError: a tensor of torch.complex64

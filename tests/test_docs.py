@@ -29,6 +29,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 RECIPES = ROOT / "docs" / "recipes.md"  # tests/test_recipes.py runs its programs
 LIBRARIES = ROOT / "docs" / "libraries.md"  # tests/test_libraries.py runs its programs
+LOGGING = ROOT / "docs" / "logging.md"  # tests/ignite/test_loggers.py runs its programs
 REFERENCE = sorted((ROOT / "docs" / "api").glob("*.md"))
 BESIDE = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY", "CHANGELOG")]
 PAGES = [*BESIDE, *DOCS, *REFERENCE]
@@ -57,7 +58,7 @@ def prose(page: Path) -> str:
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     "page",
-    [page for page in DOCS if programs(page) and page not in (RECIPES, LIBRARIES)],
+    [page for page in DOCS if programs(page) and page not in (RECIPES, LIBRARIES, LOGGING)],
     ids=lambda page: page.stem,
 )
 def test_the_blocks_of_a_page_run_one_after_the_other(

@@ -55,20 +55,25 @@ class Encoding(UserDict[str, torch.Tensor]):
 
 
 class Uniform(UserDict[str, Any]):
-    """Rejects an entry of another batch size, as a TensorDict does."""
+    """Rejects an entry of another batch size, as a TensorDict does, whose names these are."""
 
-    def __init__(self, items: Any = (), batch_size: Any = ()) -> None:
-        self.batch_size = torch.Size(batch_size)
+    auto_batch_size_ = True
+
+    def __init__(self, items: Any = (), batch_size: Any = (), names: Any = None, device: Any = None) -> None:
+        self.batch_size, self.names, self.device = torch.Size(batch_size), names or [], device
         super().__init__(items)
 
     def __setitem__(self, key: str, value: Any) -> None:
-        if value.shape[: len(self.batch_size)] != self.batch_size:
+        if value.shape[: self.batch_dims] != self.batch_size:
             raise RuntimeError("batch dimension mismatch")
         super().__setitem__(key, value)
 
-    def auto_batch_size_(self, dimensions: int) -> Uniform:
-        self.batch_size = next(iter(self.values())).shape[:dimensions]
-        return self
+    @property
+    def batch_dims(self) -> int:
+        return len(self.batch_size)
+
+    def is_memmap(self) -> bool:
+        return False
 
 
 @dataclass(frozen=True)
@@ -263,7 +268,9 @@ FORMS: dict[str, Built] = {
     "a named tuple": in_structure(Pair, lambda batch: batch, Pair(X, Y)),
     "a dict": in_structure(dict, lambda batch: (batch["x"], batch["y"]), {"x": X, "y": Y}),
     "a mapping": in_structure(Encoding, lambda batch: (batch.x, batch["y"]), Encoding(x=X, y=Y)),
-    "a mapping that rejects": in_structure(Uniform, lambda b: (b["x"], b["y"]), Uniform({"x": X, "y": Y}, [N])),
+    "a mapping that rejects": in_structure(
+        Uniform, lambda b: (b["x"], b["y"]), Uniform({"x": X, "y": Y}, [N], ["samples"])
+    ),
     "a dataclass": in_structure(Record, lambda batch: (batch.points, batch.values), Record(X, Y)),
     "nested": in_structure(dict, lambda b: (b["a"][0], b["a"][1][0]), {"a": (X, [Y, COUNTS]), "b": "no tensor"}),
     "values beside tensors": in_structure(

@@ -38,7 +38,7 @@ def test_the_public_names_of_the_training_loop_are_these() -> None:
     assert names == set(
         """
         fit Moment create_trainer create_evaluator StepEvents Evaluation guarded Checkpoint Record Monitor
-        EveryEpoch EverySeconds Best EarlyStopping
+        EveryEpoch EverySeconds Best EarlyStopping log_steps
         """.split()
     )
 

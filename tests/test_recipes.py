@@ -28,12 +28,19 @@ def test_the_table_has_every_program() -> None:
     assert [row[0] for row in TABLE.rows] == ["plain torch, no library", *LIBRARIES]
 
 
+def ran(argument: str, folder: Path) -> dict[str, Any]:
+    """What the programs of `tests/recipes.py` print; they leave nothing in the folder."""
+    script = Path(__file__).parent / "recipes.py"
+    ended = subprocess.run([sys.executable, script, argument], capture_output=True, text=True, timeout=100, cwd=folder)
+    assert ended.returncode == 0, ended.stderr
+    assert not list(folder.iterdir())
+    found: dict[str, Any] = json.loads(ended.stdout)
+    return found
+
+
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_program_over_workers_is_the_one_of_plain_torch(library: str, tmp_path: Path) -> None:
-    script = Path(__file__).parent / "recipes.py"
-    ended = subprocess.run([sys.executable, script, library], capture_output=True, text=True, timeout=100, cwd=tmp_path)
-    assert ended.returncode == 0, ended.stderr
-    found: dict[str, Any] = json.loads(ended.stdout)
+    found = ran(library, tmp_path)
     for kind in found.values():
         workers, plain, without = kind["workers"], kind["plain"], kind["without"]
         assert workers["evaluations"] == plain["evaluations"] and workers == pytest.approx(plain, rel=1e-6)
@@ -42,7 +49,12 @@ def test_a_program_over_workers_is_the_one_of_plain_torch(library: str, tmp_path
     assert [kind["workers"]["evaluations"] for kind in found.values()] == evaluations(1 + LIBRARIES.index(library))
     assert [kind["without"]["evaluations"] for kind in found.values()] == evaluations(0)
     check_naive([kind["naive"] for kind in found.values()], wiped=library == "Lightning")
-    assert not list(tmp_path.iterdir())
+
+
+def test_a_training_of_lightning_goes_on_from_its_checkpoint_to_the_bit(tmp_path: Path) -> None:
+    for found in ran("resumed", tmp_path).values():
+        whole, again = found["evaluations"]
+        assert found["same"] and whole == again >= 8
 
 
 def check_naive(found: list[dict[str, Any]], wiped: bool) -> None:

@@ -25,7 +25,7 @@ from batchopt._data.terms import Weighted, check_names, read_weights, refuse_wei
 from batchopt.errors import TRAINER_ADVICE
 from batchopt_workers.data.batch import Batch, Columns, Part, Samples
 from batchopt_workers.data.items import Collate, Items
-from batchopt_workers.data.structures import is_record, items_of, map_tensors, tensors_in
+from batchopt_workers.data.structures import can_be_cut, is_record, is_tensordict, items_of, map_tensors, tensors_in
 from batchopt_workers.map.objective import LossFunction
 from batchopt_workers.map.squares import MeanSquare
 from batchopt_workers.map.weighting import SAMPLE_WEIGHT, Denominators, Weighting
@@ -253,6 +253,9 @@ def _readings(name: str, data: Any, spec: BatchSpec) -> list[InMemory]:
             if len(lengths) == 1 and None not in lengths:
                 found.append(Columns(data))
         return found
+    for item in (data, *(item for _, item in items_of(data))):
+        if hasattr(item, "to_numpy"):  # of pandas, say: beside tensors it would belong to all samples
+            raise TypeError(f"`{name}` is or has a {type(item).__name__}: call .to_numpy() on it")
     if not tensors:
         raise TypeError(
             f"`{name}` must be a tensor (torch.as_tensor makes one), a tuple or dict of tensors, or a list of samples; "
@@ -261,9 +264,15 @@ def _readings(name: str, data: Any, spec: BatchSpec) -> list[InMemory]:
     first_path, first = tensors[0]
     for path, tensor in tensors:
         if tensor.dim() == 0:
-            raise TypeError(f"`{path}` is a 0-dim tensor: there is no dimension of samples to split")
+            raise TypeError(
+                f"`{path}` is a 0-dim tensor: there is no dimension of samples to split; a number for all samples is "
+                "no tensor, but .item() of it, or a buffer of the module"
+            )
         if tensor.shape[0] != first.shape[0]:
-            raise ValueError(f"`{first_path}` has {first.shape[0]} samples but `{path}` has {tensor.shape[0]}")
+            raise ValueError(
+                f"`{first_path}` has {first.shape[0]} samples but `{path}` has {tensor.shape[0]}: what belongs to all "
+                "samples is a buffer of the module"
+            )
     return [Columns(data)]
 
 
@@ -318,6 +327,11 @@ def _check_tensors(path: str, data: Any, device: torch.device | None) -> list[tu
                 "parallelize=1"
             )
         return [(path, data)]
+    if is_tensordict(data) and not can_be_cut(data):
+        raise ValueError(
+            f"`{path}` is a {type(data).__name__} (a tensorclass, a stack, or memory of a file), which cannot be cut: "
+            "call .to_tensordict() on it; where texts are stacked, .to_dict() on the whole"
+        )
     form = "{}.{}" if is_record(data) else "{}[{!r}]"
     return [found for key, item in items_of(data) for found in _check_tensors(form.format(path, key), item, device)]
 

@@ -55,6 +55,11 @@ def loss_with_graph(function: Engine, evaluate: Callable[[], torch.Tensor]) -> t
     return found
 
 
+def begins_with_gradient(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether it makes two steps in one, as SAM: its `step` uses the gradient at X before it calls the closure."""
+    return hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step")
+
+
 def of_second_derivatives(optimizer: torch.optim.Optimizer, error: RuntimeError) -> BatchoptError | None:
     """Return the error that says so, if the optimizer's own shows that it differentiates the gradient, as AdaHessian
     does."""
@@ -62,7 +67,8 @@ def of_second_derivatives(optimizer: torch.optim.Optimizer, error: RuntimeError)
         return None
     return BatchoptError(
         f"{type(optimizer).__name__} differentiates the gradient, and workers return it without a graph ({error}): use "
-        "opt.hvp(v), products of the Hessian with vectors, or a method of scipy.optimize on opt.objective(), such as "
+        "opt.hvp(v), products of the Hessian with vectors (for AdaHessian and SophiaH, which estimate its diagonal: "
+        "signs * opt.hvp(signs)), or a method of scipy.optimize on opt.objective(), such as "
         "newton-cg with hessp=objective.hvp (docs/solvers.md)"
     )
 

@@ -54,7 +54,7 @@ from batchopt._mapreduce.speeds import Speeds
 from batchopt._program.flat_module import FlatModule, Gradient
 from batchopt._program.flatten import check_hooks
 from batchopt.backends.base import Prepared
-from batchopt.errors import BatchoptError, NonFiniteError, WorkerError, add_data_indices
+from batchopt.errors import BatchoptError, NonFiniteError, WorkerError, add_data_indices, add_way_to_call, add_whole
 from batchopt_workers.data.batch import Batch
 from batchopt_workers.process import faults
 from batchopt_workers.process.messages import Cut, Kind
@@ -257,7 +257,11 @@ class Engine:
                     faults.point("parent.reduce")
                 loss = self._reduce(answers, into) if reduce is None else reduce(answers)
             except BatchoptError as error:
-                add_data_indices(error, None if self.step is None else self.step.rows())
+                if self.step is not None:
+                    add_data_indices(error, self.step.rows())
+                    add_whole(error, self.step.batch.size)
+                    if self.settings.loss_fns == (None,):
+                        add_way_to_call(error, self.step.batch.example)
                 answers, mapped, loss = [], time.perf_counter(), self._infinite(error)
             self.count(loss.item(), answers, began, mapped)
             return loss

@@ -58,7 +58,10 @@ class Culprit(Enum):
         "the loss draws random numbers, and a few samples do not tell whether it is the mean of its samples' losses: "
         "check it with less noise, or without it"
     )
-    CUT = "the loss of the whole batch is not the mean of its samples' losses: pass `denominators`, or reduction='sum'"
+    CUT = (
+        "the loss of the whole batch is not the mean of its samples' losses: pass `denominators`, or reduction='sum'; "
+        "if it is neither, as one of pairs or ranks, use parallelize=1 without `chunk_size`"
+    )
     COMPILED = "compiled evaluations find something else: tracing does not see all of the loss; leave `compile` out"
     RECORDED = "recorded evaluations find something else than eager ones: pass graph=False"
     PARALLEL = "workers compute something else than this process: look for what they have not (files, globals, precode)"

@@ -18,6 +18,7 @@ from batchopt.ignite.events import StepEvents as StepEvents
 from batchopt.ignite.events import guarded as guarded
 from batchopt.ignite.fit import Moment as Moment
 from batchopt.ignite.fit import fit as fit
+from batchopt.ignite.logs import log_steps as log_steps
 from batchopt.ignite.monitor import Monitor as Monitor
 from batchopt.ignite.record import Record as Record
 from batchopt.ignite.trainer import create_trainer as create_trainer

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from ignite.engine import Engine, Events
 from ignite.handlers.base_logger import BaseLogger
 
-from batchopt.ignite.loop import Log
+from batchopt.extending import Stepped
+from batchopt.extras.history import History
+from batchopt.ignite.loop import Log, learning_rate, writable
 from batchopt.ignite.record import Record
 from batchopt.ignite.triggers import Filter
+from batchopt.optim import Iteration
+from batchopt.optimizer import BatchOptimizer
 
 
 class _Silent(Log):
@@ -113,3 +118,52 @@ class TensorBoard:
         if self._logger is not None:
             self._logger.close()
             self._logger = None
+
+
+@contextmanager
+def log_steps(opt: BatchOptimizer, *loggers: BaseLogger, every: int = 1) -> Iterator[None]:
+    """Pass the numbers of each step in the body to loggers of ignite (TensorBoard, MLflow, W&B, ClearML ...): for loops
+    of your own, as `fit(log=...)` does for its own.
+
+    A line for each accepted point of an optimizer of batchopt (with `every`, for each so many-th), and for each step of
+    another one: `loss`, `evaluations`, `seconds`, `lr`, the `gradient` and the other numbers of a row of `opt.history`,
+    and the loss of each term as `loss/` plus its name. Lines are numbered by iterations, which go on from a checkpoint.
+    They are passed on at once: those of a step that is undone stay. Loggers stay open. Raises `TypeError` for anything
+    but a logger of ignite.
+
+    >>> from ignite.handlers import TensorboardLogger
+    >>> x, model = torch.linspace(-1, 1, 100)[:, None], torch.nn.Linear(1, 1)
+    >>> with batchopt.BatchOptimizer(model, torch.nn.MSELoss()) as opt, TensorboardLogger(log_dir="runs") as logger:
+    ...     with batchopt.ignite.log_steps(opt, logger):
+    ...         loss = opt.step(x, 2 * x)
+    """
+    for one in loggers:
+        if not isinstance(one, BaseLogger):
+            raise TypeError(f"`loggers` must be loggers of ignite, as ignite.handlers.MLflowLogger(); got {one!r}")
+    with opt.observe(_Passed(opt, read_logs(loggers, opt.is_main), every)):
+        yield
+
+
+class _Passed(History):
+    """Rows that are passed on to logs instead of being kept."""
+
+    def __init__(self, opt: BatchOptimizer, logs: Sequence[Log], every: int) -> None:
+        super().__init__(every)
+        self._opt, self._logs = opt, logs
+
+    def accepted(self, step: int, point: Iteration) -> None:
+        super().accepted(step, point)
+        self._pass_on()
+
+    def step_ended(self, found: Stepped | None) -> None:
+        super().step_ended(found)
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        for row in self.rows:
+            terms = {f"loss/{name}": loss for name, loss in row.get("terms", {}).items()}
+            line = {"loss": row["f"], **row, **terms, **learning_rate(self._opt.optimizer)}
+            del line["f"], line["iteration"]
+            for log in self._logs:
+                log.write(writable(line), row["iteration"])
+        self.rows.clear()

@@ -368,6 +368,14 @@ class Batch:
         forms = [form for part in self.parts for form in (part.inputs, part.targets) if form is not None]
         return all(isinstance(form, Columns) for form in forms)
 
+    @property
+    def example(self) -> Any:
+        """The inputs of the first term: as columns, or the first one of a list; None if workers read or make them."""
+        inputs, collates = self.parts[0].inputs, self.parts[0].collate is not None
+        if isinstance(inputs, Columns):
+            return inputs.data
+        return None if collates or isinstance(inputs, Items) else inputs.data[0]
+
     @cached_property
     def collates(self) -> bool:
         """Tell whether a function of the user collates samples of this batch."""

@@ -30,6 +30,8 @@ def map_tensors(function: Callable[[Any], Any], data: Any, is_leaf: Callable[[An
         return type(data)(map_tensors(function, item, is_leaf) for item in data)
     if isinstance(data, Mapping):
         mapped = {key: map_tensors(function, item, is_leaf) for key, item in data.items()}
+        if is_tensordict(data):
+            return _of_samples(data, mapped)
         return _filled(data, mapped) if _keeps_its_type(data) else mapped
     if is_record(data):
         return _replaced(data, {name: map_tensors(function, item, is_leaf) for name, item in items_of(data)})
@@ -58,12 +60,39 @@ def _keeps_its_type(data: Mapping[Any, Any]) -> bool:
 
 
 def _filled(data: Any, items: dict[Any, Any]) -> Any:
-    if hasattr(data, "auto_batch_size_"):  # a TensorDict, whose entries all have its batch size
-        return type(data)(items, batch_size=[]).auto_batch_size_(1)
     found = copy.copy(data)
     for key, item in items.items():
         found[key] = item
     return found
+
+
+def is_tensordict(data: Any) -> bool:
+    """Tell whether it is an object of the library tensordict, whose entries all have its batch size."""
+    return hasattr(data, "auto_batch_size_")
+
+
+def can_be_cut(data: Any) -> bool:
+    """Tell whether it is a TensorDict whose entries are in this process's memory, or an entry without tensors."""
+    if not isinstance(data, Mapping):
+        return _has_no_tensors(data)
+    return not hasattr(data, "tensordicts") and not data.is_memmap()  # type: ignore[attr-defined]
+
+
+def _has_no_tensors(item: Any) -> bool:
+    return type(item).__name__ == "NonTensorData"
+
+
+def _of_samples(data: Any, items: dict[str, Any]) -> Any:
+    """Return a TensorDict like `data` with other entries: its batch size is that of as many of their dimensions, less
+    those that they have lost, as one sample has; the first one where `data` itself has no tensors."""
+    items = {key: item.data if _has_no_tensors(item) else item for key, item in items.items()}
+    before, after = next(tensors_in(data), None), next(tensors_in(items), None)
+    if after is None:
+        return type(data)(items, batch_size=[])
+    lost = 0 if before is None else before.dim() - after.dim()
+    sizes = after.shape[: 1 if before is None else max(data.batch_dims - lost, 0)]
+    names = data.names[lost:] if any(data.names) else None
+    return type(data)(items, batch_size=sizes, names=names, device=data.device and after.device)
 
 
 def _replaced(data: Any, items: dict[str, Any]) -> Any:
