@@ -12,7 +12,7 @@ import torch
 from batchopt._checkpoint import file
 from batchopt._data import arguments
 from batchopt._data.terms import Term
-from batchopt._function.closure import begins_with_gradient, of_second_derivatives
+from batchopt._function.closure import of_second_derivatives
 from batchopt._function.ending import Ending
 from batchopt._function.engine import Engine
 from batchopt._function.prepared import PreparedBatch, prepared
@@ -391,7 +391,7 @@ class BatchOptimizer(Evaluations):
                     if isinstance(self.optimizer, Minimizer):
                         self.optimizer.step(self.closure, watch=self._stepping)
                     else:
-                        if begins_with_gradient(self.optimizer):
+                        if hasattr(self.optimizer, "first_step"):  # SAM's, by the gradient here, which is evaluated now
                             self.evaluate()
                         self.optimizer.step(self.closure)  # type: ignore[arg-type]  # annotated as returning a float
             except RuntimeError as error:

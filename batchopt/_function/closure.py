@@ -55,11 +55,6 @@ def loss_with_graph(function: Engine, evaluate: Callable[[], torch.Tensor]) -> t
     return found
 
 
-def begins_with_gradient(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether it makes two steps in one, as SAM: its `step` uses the gradient at X before it calls the closure."""
-    return hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step")
-
-
 def of_second_derivatives(optimizer: torch.optim.Optimizer, error: RuntimeError) -> BatchoptError | None:
     """Return the error that says so, if the optimizer's own shows that it differentiates the gradient, as AdaHessian
     does."""

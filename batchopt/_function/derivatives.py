@@ -17,6 +17,7 @@ from batchopt._function.prepared import prepared, whole
 from batchopt._function.tasks import collect, of_each, select, total
 from batchopt._mapreduce.reduce import weighed
 from batchopt.backends.base import Prepared
+from batchopt.errors import NonFiniteError
 from batchopt_workers.data.batch import Batch, Columns, Part
 from batchopt_workers.data.items import Items
 from batchopt_workers.data.structures import all_finite
@@ -39,7 +40,6 @@ def check_exact(function: Engine, what: str) -> None:
 def hessian_products(function: Engine, v: Any) -> torch.Tensor:
     """Return the Hessian of f times a vector, shape `(n,)`, or times each column of a matrix, shape `(n, k)`."""
     check_exact(function, "hvp()")
-    _check_graph(function)
     size = len(function.parameters)
     read_columns(read_floating("v", v, f", shape ({size},) or ({size}, k)"), size)
     batch, x = function.ready().batch, function.subject.x
@@ -57,7 +57,8 @@ def hessian_products(function: Engine, v: Any) -> torch.Tensor:
 
 
 def _check_graph(function: Engine) -> None:
-    """Raise `ValueError` if f has no second derivative, since its first one is of finite differences."""
+    """Raise `ValueError` if f has no second derivative, which then is NaN, since its first one is of finite
+    differences."""
     loss_fns = [getattr(loss_fn, "residual", loss_fn) for loss_fn in function.settings.loss_fns]
     if any(is_by_differences(function.subject.module, loss_fn) for loss_fn in loss_fns):
         raise ValueError(
@@ -68,8 +69,14 @@ def _check_graph(function: Engine) -> None:
 
 def _products(function: Engine, batch: Batch, directions: torch.Tensor) -> torch.Tensor:
     """Return the product of the Hessian with each of these rows."""
-    began = time.perf_counter()
-    found: torch.Tensor = total(function, Task(HessianProducts(directions), term=None), batch, "Hessian-vector product")
+    began, task = time.perf_counter(), Task(HessianProducts(directions), term=None)
+    try:
+        found: torch.Tensor = total(function, task, batch, "Hessian-vector product")
+    except NonFiniteError:
+        _check_graph(function)
+        raise
+    if not found.isfinite().all():
+        _check_graph(function)
     if function.observers.of_work:
         function.observers.did("product", began)
     return found.to(directions.dtype)
