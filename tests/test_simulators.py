@@ -190,6 +190,33 @@ def test_a_point_takes_a_call_for_each_parameter_and_one_more() -> None:
         assert len(CALLS) == 12
 
 
+def test_a_function_may_return_memory_that_it_writes_again() -> None:
+    memory = torch.empty_like(TIMES)
+
+    @batchopt.finite_differences
+    def reused(model: Waves, times: torch.Tensor) -> torch.Tensor:
+        return memory.copy_(undecorated(model, times))
+
+    model = Waves()
+    torch.testing.assert_close(slopes(reused, model), slopes(Waves.forward, model))
+
+
+def test_another_part_is_another_function() -> None:
+    class Bent(Waves):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bend: torch.nn.Module = torch.nn.Tanh()
+
+        @batchopt.finite_differences
+        def forward(self, times: torch.Tensor) -> torch.Tensor:
+            return self.bend(undecorated(self, times))  # type: ignore[no-any-return]
+
+    model = Bent()
+    before = slopes(Bent.forward, model)
+    model.bend = torch.nn.Sigmoid()
+    assert not torch.allclose(slopes(Bent.forward, model), before)
+
+
 def test_draws_are_the_same_in_each_call() -> None:
     @batchopt.finite_differences
     def noisy(model: Waves, times: torch.Tensor) -> torch.Tensor:

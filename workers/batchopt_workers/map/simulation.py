@@ -62,7 +62,8 @@ def finite_differences(
     Squire and Trapp, "Using complex variables to estimate derivatives of real functions", SIAM Review 40, 1998).
 
     Calls are made when the gradient is taken, each with the random draws of the first; the last results are kept, so a
-    Jacobian after a gradient at the same parameters takes none. The first call of a process is made twice: raises
+    Jacobian after a gradient at the same parameters takes none: what a function reads elsewhere, in a file or in
+    variables of other modules, has to stay as it is. The first call of a process is made twice: raises
     `ValueError` if the function returns something else then. Second derivatives do not exist: products of the Hessian
     raise `ValueError`. Raises `TypeError` for complex results and parameters, and for inputs that require a gradient.
 
@@ -130,7 +131,7 @@ class _Simulation:
         self._function: tuple[Bound, tuple[Any, ...]] | None = Bound(module, function), inputs
         self._at = {name: parameter.detach().clone() for name, parameter in trained.items()}
         self._draws = _draws()
-        found = self._call(self._at)
+        found = map_tensors(torch.clone, self._call(self._at))  # which may be memory that the next call writes
         self._drew = not _alike(self._draws, _draws())
         self._tensors = [*tensors_in(found)]
         if any(tensor.is_complex() for tensor in self._tensors):
@@ -300,10 +301,12 @@ def _key(rule: Rule, function: Any, module: Any, inputs: Any, trained: Mapping[s
     """Return a digest of everything that a call depends on; None if that cannot be made."""
     own = {name: parameter.detach().numpy(force=True).tobytes() for name, parameter in trained.items()}
     rest = {name: value for name, value in module.named_parameters() if name not in own}
-    attributes = [{k: v for k, v in vars(m).items() if k not in ("_parameters", "_modules")} for m in module.modules()]
+    parts = dict(module.named_modules())
+    attributes = [{k: v for k, v in vars(m).items() if k not in ("_parameters", "_modules")} for m in parts.values()]
+    kinds = {name: type(part) for name, part in parts.items()}
     plain = [map_tensors(lambda t: t.detach().numpy(force=True), part) for part in (rest, attributes, inputs)]
     try:
-        dumped = cloudpickle.dumps((vars(rule), function, type(module), own, plain, torch.get_default_dtype()))
+        dumped = cloudpickle.dumps((vars(rule), function, kinds, own, plain, torch.get_default_dtype()))
     except Exception as error:
         let_through(error)
         return None
