@@ -1,4 +1,4 @@
-"""`parallelize="auto"`: what is chosen by which times, and f, df/dX and bits while that changes."""
+"""`parallelize="auto"`: f, df/dX and bits while the number of workers changes; tests/test_choice.py: what is chosen."""
 
 from __future__ import annotations
 
@@ -11,16 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from batchopt import BatchOptimizer
-from batchopt._function import choice
-from batchopt._function.choice import Choice, Configuration, Phase
 from tests.workloads import Mlp, mlp, reference
-
-ALONE, ONE, TWO = Configuration(1, None), Configuration(1, 1), Configuration(2, 1)
 
 
 class Slow(nn.Module):
@@ -41,19 +35,21 @@ class Slow(nn.Module):
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """There are two cores, and workers start as soon as they are expected to be faster."""
     monkeypatch.setattr("batchopt._function.auto.usable_cores", lambda: 2)
-    monkeypatch.setattr(choice, "FIRST", 0.0)
-    monkeypatch.setattr(choice, "LATER", 0.0)
+    monkeypatch.setattr("batchopt._function.choice.FIRST", 0.0)
+    monkeypatch.setattr("batchopt._function.choice.LATER", 0.0)
 
 
 @pytest.fixture
 def two_are_faster(monkeypatch: pytest.MonkeyPatch, two_cores: None) -> None:
     """Evaluations take twice as long in one process as in two, however busy the machine is."""
-    took, probed = Choice.took, Choice.probed
-    monkeypatch.setattr(Choice, "took", lambda self, _: took(self, 0.1 / self.configuration.workers))
-    monkeypatch.setattr(Choice, "probed", lambda self, _: probed(self, 0.05))
+    with BatchOptimizer(**parts(Slow())) as opt:
+        kind = type(choice_of(opt))
+    took, probed = kind.took, kind.probed
+    monkeypatch.setattr(kind, "took", lambda self, _: took(self, 0.1 / self.configuration.workers))
+    monkeypatch.setattr(kind, "probed", lambda self, *_: probed(self, 0.05, 0.025))
 
 
-def choice_of(opt: BatchOptimizer) -> Choice:
+def choice_of(opt: BatchOptimizer) -> Any:
     """How far the choice has come."""
     assert opt._function.policies.auto is not None
     return opt._function.policies.auto.choice
@@ -61,89 +57,12 @@ def choice_of(opt: BatchOptimizer) -> Choice:
 
 def has_chosen(opt: BatchOptimizer) -> bool:
     """Tell whether the choice was made."""
-    return choice_of(opt).phase is Phase.CHOSEN
+    return bool(choice_of(opt).phase.name == "CHOSEN")
 
 
 def parts(module: nn.Module) -> dict[str, Any]:
     """The arguments of an optimizer that only evaluates."""
     return {"module": module, "criterion": nn.MSELoss(), "optimizer": None, "parallelize": "auto"}
-
-
-# ---- decisions
-
-
-def decide(cores: int, threads: int | None, seconds: Any, probe: float, evaluations: int) -> Choice:
-    """What is chosen where an evaluation by a configuration takes `seconds(configuration)`."""
-    found = Choice(cores, threads, 0)
-    for _ in range(evaluations):
-        if found.phase is Phase.PROBE:
-            found.probed(probe)
-        if found.pays:
-            found.try_workers()
-        found.took(seconds(found.configuration))
-    return found
-
-
-@given(
-    times=st.fixed_dictionaries({name: st.floats(1e-4, 1.0) for name in (ALONE, ONE, TWO)}),
-    probe=st.floats(1e-4, 1.0),
-)
-def test_the_fastest_of_those_that_were_timed_is_chosen_or_this_process_within_three_percent(
-    times: dict[Configuration, float], probe: float
-) -> None:
-    found = decide(2, None, times.__getitem__, probe, 4000)
-    if found.phase is Phase.CHOSEN:
-        assert times[found.configuration] <= min(times[timed] for timed in found.times) / choice.GAIN
-    else:  # workers would not have paid for themselves yet
-        saved = 4000 * (min(times[ALONE], times[ONE]) - probe)
-        assert found.phase is Phase.WAIT and saved < 1.1 * choice.FIRST + 1
-
-
-@pytest.mark.parametrize(
-    ("seconds", "probe", "evaluations", "expected"),
-    [
-        ({ALONE: 1e-3, ONE: 1.2e-3}, 0.8e-3, 10_000, ALONE),  # what coordination takes is more than what is saved
-        ({ALONE: 1e-3, ONE: 0.5e-3}, 0.4e-3, 10_000, ONE),  # threads are in each other's way
-        ({ALONE: 0.1, TWO: 0.06}, 0.055, 15, ALONE),  # the program was too short for workers to pay
-        ({ALONE: 0.1, TWO: 0.06}, 0.055, 40, TWO),
-        ({ALONE: 0.1, TWO: 0.12}, 0.055, 40, ALONE),  # workers were tried, and are in each other's way
-    ],
-)
-def test_choices(seconds: dict[Configuration, float], probe: float, evaluations: int, expected: Any) -> None:
-    assert decide(2, None, seconds.__getitem__, probe, evaluations).configuration == expected
-
-
-def test_one_thread_is_kept_where_bits_need_it_and_on_one_core_nothing_is_timed() -> None:
-    found = decide(2, 1, {ONE: 1.0, TWO: 0.6}.__getitem__, 0.5, 20)
-    assert found.configuration == TWO and ALONE not in found.times
-    assert Choice(1, None, 0).phase is Phase.CHOSEN
-
-
-def test_one_thread_is_given_up_after_one_evaluation_that_takes_far_longer() -> None:
-    """After the first, which warms up."""
-    found = decide(2, None, {ALONE: 10e-3, ONE: 20e-3}.__getitem__, 1.0, 1 + choice.MANY + 1)
-    assert found.configuration == ONE
-    found.took(20e-3)
-    assert found.configuration == ALONE and found.phase is Phase.PROBE
-
-
-def test_with_many_cores_workers_that_are_slower_than_expected_get_more_threads() -> None:
-    seconds = {ALONE: 0.3, Configuration(8, 1): 0.2, Configuration(4, 2): 0.1}
-    assert decide(8, None, seconds.__getitem__, 0.08, 60).configuration == Configuration(4, 2)
-    assert (
-        Configuration(4, 2) not in decide(8, None, {**seconds, Configuration(8, 1): 0.08}.__getitem__, 0.08, 60).times
-    )
-
-
-def test_it_is_chosen_again_when_times_change_by_a_factor_ever_more_seldom() -> None:
-    found = decide(2, None, {ALONE: 1e-3, ONE: 2e-3}.__getitem__, 1e-3, 3 + choice.MANY + 2 * choice.OFTEN)
-    assert found.phase is Phase.CHOSEN
-    looks = []
-    for seconds in (1.2e-3, 5e-3):
-        for _ in range(choice.OFTEN + 1):
-            found.took(seconds)
-        looks.append((found.phase, found.drift.often))
-    assert looks == [(Phase.CHOSEN, choice.OFTEN), (Phase.TIME, 2 * choice.OFTEN)]
 
 
 # ---- f, while that changes
@@ -164,7 +83,7 @@ def test_f_and_its_gradient_are_those_of_one_process_whoever_evaluates(chunk_siz
             bits.add((loss.item(), opt.grad_parameters.sum().item()))
             torch.testing.assert_close(loss.item(), expected, rtol=1e-12, atol=0)
             torch.testing.assert_close(opt.grad_parameters, gradient, rtol=1e-10, atol=1e-12)
-            if choice_of(opt).phase is Phase.CHOSEN:
+            if has_chosen(opt):
                 break
         assert len(opt.workers) == 2, choice_of(opt).reason
         assert chunk_size is None or len(bits) == 1
@@ -214,9 +133,9 @@ def test_with_state_in_workers_their_number_is_one_per_core_and_stays() -> None:
         assert opt.run_on_workers(lambda worker: worker.rank) == [0, 1]
         torch.testing.assert_close(opt.evaluate(), expected)
         opt.resize(1)
-        assert len(opt.workers) == 1 and choice_of(opt).phase is Phase.CHOSEN
+        assert len(opt.workers) == 1 and has_chosen(opt)
         opt.resize("auto")
-        assert choice_of(opt).phase is Phase.TIME
+        assert choice_of(opt).phase.name == "TIME"
         opt.prehook = hooked["prehook"]
         assert len(opt.workers) == 2
         opt.resize("auto")
@@ -265,7 +184,7 @@ def test_a_batch_that_cannot_be_sent_is_evaluated_here() -> None:
         expected = opt.evaluate()
         for _ in range(400):
             assert torch.allclose(opt.evaluate(), expected)
-            if choice_of(opt).phase is Phase.CHOSEN:
+            if has_chosen(opt):
                 break
         assert len(opt.workers) == 1 and "cannot" in choice_of(opt).reason
 
@@ -322,7 +241,7 @@ def test_workers_are_not_used_where_they_find_another_f_or_none(
         expected = opt.evaluate()
         for _ in range(400):
             assert torch.equal(opt.evaluate(), expected)
-            if choice_of(opt).phase is Phase.CHOSEN:
+            if has_chosen(opt):
                 break
         assert len(opt.workers) == 1 and reason in choice_of(opt).reason
         assert torch.equal(opt.evaluate(), expected) and opt.eval_counter > 2

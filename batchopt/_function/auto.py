@@ -16,7 +16,7 @@ from batchopt._function.settings import Settings
 from batchopt._function.step import Step
 from batchopt._machine.cores import usable_cores
 from batchopt._mapreduce.answers import Answer
-from batchopt._mapreduce.plan import make_plan, plan_of
+from batchopt._mapreduce.plan import Plan, make_plan, plan_of
 from batchopt._mapreduce.reduce import reduce_answers, weighed
 from batchopt._mapreduce.speeds import Speeds
 from batchopt._program.flat_module import FlatModule
@@ -27,6 +27,7 @@ from batchopt_workers.tasks.inspection import normalises_by_chunk
 
 if TYPE_CHECKING:
     from batchopt._function.engine import Engine
+    from batchopt._function.workers import Workers
 
 # The choice is made again after AGAIN batches in a row whose size differs by this factor.
 OTHER_SIZE, AGAIN = 4, 3
@@ -107,11 +108,11 @@ class Auto:
         try:
             reason = self._reason_against(engine, step)
             if reason is None:
-                self.choice.probed(self._seconds_of_a_share(engine, step))
+                self.choice.probed(*self._seconds_of_a_share(engine, step))
             else:
-                self.choice.choose(reason)
+                self.choice.refuse(reason)
         except WorkerError as error:  # the loss cannot be evaluated on part of the batch
-            self.choice.choose(f"a part of the batch cannot be evaluated: {error}")
+            self.choice.refuse(f"a part of the batch cannot be evaluated: {error}")
 
     def _reason_against(self, engine: Engine, step: Step) -> str | None:
         """Return why the batch is not to be cut for workers; None if there is no reason."""
@@ -130,30 +131,26 @@ class Auto:
         decided = any(difference.decided for difference in found)
         return "the loss depends on how the batch is cut" if decided else None
 
-    def _seconds_of_a_share(self, engine: Engine, step: Step) -> float:
-        """Time the evaluation of a worker's share in this process, with a worker's threads."""
-        workers, share = engine.workers, self.choice.share
-        plan = make_plan(step.batch.size, step.chunk_size, Speeds.unknown(share.workers))
-        first, last = max(plan.runs, key=lambda run: run[1] - run[0])
-        found: list[float] = []
-
-        def run() -> Sequence[Answer]:
-            order = Order(workers.number(), step.number, first, last)
-            return workers.backend.evaluate(plan.cut, order, [(first, last)])
-
-        with engine.at_start(), workers.without_hooks(), workers.with_threads(share.threads):
-            while len(found) < (2 if found and found[0] > 0.05 else 3) or (len(found) < 6 and found[-1] < 0.005):
-                began = time.perf_counter()
-                workers.learning(run)
-                found.append(time.perf_counter() - began)
-        return median(found[1:])
+    def _seconds_of_a_share(self, engine: Engine, step: Step) -> tuple[float, float | None]:
+        """Time the evaluation of a worker's share in this process, with a worker's threads; and of half of one that
+        long, where that tells something about other numbers of workers and samples can be shared as one likes."""
+        several, share = engine.workers, self.choice.share
+        found = []
+        with engine.at_start(), several.without_hooks(), several.with_threads(share.threads):
+            for parts in (share.workers, 2 * share.workers):
+                plan = make_plan(step.batch.size, step.chunk_size, Speeds.unknown(parts))
+                found.append(_seconds_of(several, step.number, plan))
+                if share.workers == 2 or step.chunk_size is not None:
+                    return found[0], None
+        return found[0], found[1]
 
     def _can_start(self, engine: Engine) -> bool:
-        """Begin the preparation of workers; tell whether it is complete."""
+        """Begin the preparation of the workers that are wanted; tell whether it is complete."""
+        wanted = self.choice.wanted
         try:
-            if not self._starts:
-                engine.workers.anticipate(*self.choice.share)
-            self._starts = not engine.workers.can_start()
+            if wanted.workers > 1 and not self._starts:
+                engine.workers.anticipate(*wanted)
+            self._starts = wanted.workers > 1 and not engine.workers.can_start()
         except _CANNOT as error:
             self.choice.choose(f"workers cannot start: {error}")
             return False
@@ -220,6 +217,21 @@ class Auto:
         if fits and given in (None, configuration.threads):
             self.choice.choose("resumed", configuration)
             self._size = state["samples"]
+
+
+def _seconds_of(workers: Workers, step: int, plan: Plan) -> float:
+    """Return what the longest run of a plan takes in this process."""
+    first, last = max(plan.runs, key=lambda run: run[1] - run[0])
+    found: list[float] = []
+
+    def run() -> Sequence[Answer]:
+        return workers.backend.evaluate(plan.cut, Order(workers.number(), step, first, last), [(first, last)])
+
+    while len(found) < (2 if found and found[0] > 0.05 else 3) or (len(found) < 6 and found[-1] < 0.005):
+        began = time.perf_counter()
+        workers.learning(run)
+        found.append(time.perf_counter() - began)
+    return median(found[1:])
 
 
 def _f(engine: Engine, step: Step, cut: Cut) -> float:
