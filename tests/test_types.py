@@ -12,7 +12,6 @@ from typing_extensions import assert_type
 
 import batchopt
 from batchopt.optim.choose import OptimizerChoice
-from batchopt_workers.tasks.hogwild import Factory
 
 X, Y = torch.linspace(-1, 1, 12)[:, None], torch.ones(12, 1)
 
@@ -75,7 +74,15 @@ CHOICES: list[OptimizerChoice] = [
     of_tensors,
     of_parameters,
 ]
-FACTORIES: list[Factory] = [torch.optim.SGD, partial(torch.optim.SGD, lr=0.1), of_any, of_tensors, of_parameters]
+
+
+def factories(opt: batchopt.BatchOptimizer) -> None:
+    """What a type checker lets hogwild take; it is not called."""
+    for factory in (torch.optim.SGD, partial(torch.optim.SGD, lr=0.1)):
+        opt.hogwild((X, Y), factory, batch_size=1)
+    opt.hogwild((X, Y), of_any, batch_size=1)
+    opt.hogwild((X, Y), of_tensors, batch_size=1)
+    opt.hogwild((X, Y), of_parameters, batch_size=1)
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=range(len(CHOICES)))
