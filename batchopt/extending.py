@@ -20,7 +20,7 @@ from batchopt._data.epochs import LoaderSource as LoaderSource
 from batchopt._data.epochs import Source as Source
 from batchopt._function.checks import Difference as Difference
 from batchopt._function.checks import cut_differences
-from batchopt._function.choice import coordination as coordination
+from batchopt._function.costs import coordination as coordination
 from batchopt._function.engine import Engine
 from batchopt._function.hogwild import HogwildResult as HogwildResult
 from batchopt._function.observer import Evaluated as Evaluated

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchopt._function import choice
-from batchopt._function.choice import Choice, Configuration, Phase, coordination
+from batchopt._function.choice import Choice, Phase
+from batchopt._function.costs import GAIN, Configuration, coordination
 
 ALONE, ONE, TWO = Configuration(1, None), Configuration(1, 1), Configuration(2, 1)
 
@@ -35,7 +36,7 @@ def follow(found: Choice, seconds: Callable[[Configuration], float], probe: Any,
             found.probed(*(probe if isinstance(probe, tuple) else (probe, None)))
         if found.pays:
             passed += choice.FIRST if found.wanted.workers > 1 else 0.0
-            found.try_workers()
+            found.next(found.configuration, movable=True, ready=True)
         took = seconds(found.configuration)
         passed += took
         found.took(took)
@@ -54,9 +55,9 @@ def test_the_fastest_of_those_that_were_timed_is_chosen_or_this_process_within_t
 ) -> None:
     found = decide(2, None, times.__getitem__, probe, 4000)
     if found.phase is Phase.CHOSEN:
-        assert times[found.configuration] <= min(times[timed] for timed in found.times) / choice.GAIN
+        assert times[found.configuration] <= min(times[timed] for timed in found.outlook.times) / GAIN
     else:  # workers would not have paid for themselves yet
-        saved = 4000 * (min(times[ALONE], times[ONE]) - found.hoped(found.wanted))
+        saved = 4000 * (min(times[ALONE], times[ONE]) - found.outlook.hoped(found.wanted))
         assert found.phase is Phase.WAIT and saved < 1.1 * choice.FIRST + 1
 
 
@@ -76,7 +77,7 @@ def test_choices(seconds: dict[Configuration, float], probe: float, evaluations:
 
 def test_one_thread_is_kept_where_bits_need_it_and_on_one_core_nothing_is_timed() -> None:
     found = decide(2, 1, {ONE: 1.0, TWO: 0.6}.__getitem__, 0.5, 20)
-    assert found.configuration == TWO and ALONE not in found.times
+    assert found.configuration == TWO and ALONE not in found.outlook.times
     assert Choice(1, None, 0).phase is Phase.CHOSEN
 
 
@@ -86,7 +87,7 @@ def test_fewer_threads_are_given_up_after_one_evaluation_that_takes_far_longer()
     found = decide(2, None, times.__getitem__, 5.9e-3, 1 + choice.MANY + 1)
     assert found.configuration == ONE
     found.took(20e-3)
-    assert found.configuration == ALONE and found.times[ONE] == 20e-3
+    assert found.configuration == ALONE and found.outlook.times[ONE] == 20e-3
 
 
 def test_fewer_threads_are_tried_one_half_after_the_other_where_no_part_of_the_batch_can_be_evaluated() -> None:
@@ -96,9 +97,11 @@ def test_fewer_threads_are_tried_one_half_after_the_other_where_no_part_of_the_b
         if found.is_due:
             found.refuse("it has statistics")
         if found.pays:
-            found.try_workers()
+            found.next(found.configuration, movable=True, ready=True)
         found.took(times[found.configuration])
-    assert (found.configuration, found.phase) == (Configuration(1, 2), Phase.CHOSEN) and set(found.times) == set(times)
+    assert (found.configuration, found.phase) == (Configuration(1, 2), Phase.CHOSEN) and set(
+        found.outlook.times
+    ) == set(times)
 
 
 def test_it_is_chosen_again_when_times_change_by_a_factor_ever_more_seldom() -> None:
@@ -225,7 +228,7 @@ def choose_on(machine: Machine) -> tuple[Choice, float, int]:
 @given(machine=MACHINES)
 def test_on_computed_machines_trials_cost_no_more_than_they_could_save_and_the_choice_is_good(machine: Machine) -> None:
     found, passed, evaluations = choose_on(machine)
-    started = sum(tried.workers > 1 for tried in found.times)
+    started = sum(tried.workers > 1 for tried in found.outlook.times)
     assert (
         passed
         <= 2 * evaluations * machine.seconds(found.configuration)

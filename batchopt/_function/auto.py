@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from batchopt._function.checks import cut_differences, refuse_frequencies
-from batchopt._function.choice import Choice, Configuration, Phase
+from batchopt._function.choice import Choice, Phase
+from batchopt._function.costs import Configuration
 from batchopt._function.settings import Settings
 from batchopt._function.step import Step
 from batchopt._machine.cores import usable_cores
@@ -65,7 +66,7 @@ class Auto:
         self._others = self._others + 1 if is_other else 0
         if self._others >= AGAIN:
             self._size, self._others = size, 0
-            if self.choice.times:
+            if self.choice.outlook.times:
                 self.choice.begin()
         self._seconds, self._is_fresh = self._seconds + seconds, True
 
@@ -190,7 +191,7 @@ class Auto:
         if self.choice.phase is not Phase.CHOSEN:
             self.choice.choose("workers may have state", self.choice.share)
             self._use(engine, self.choice.share)
-        self.choice.times.clear()
+        self.choice.outlook.times.clear()
 
     def resized(self, engine: Engine, automatic: bool) -> None:
         """Keep the number of workers, which the user has changed; choose again if that is to be `automatic`."""
@@ -200,7 +201,7 @@ class Auto:
         if automatic:
             self.choice.begin()
         else:
-            self.choice.times.clear()
+            self.choice.outlook.times.clear()
             self.choice.choose("resize()", self._present)
 
     def state(self) -> dict[str, Any]:
