@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reaso
 
 pytestmark = pytest.mark.timeout(300)  # most of it page faults, which a busy machine makes slow
 
-# Two optimizers in turn: each evaluation makes and frees 40 blocks of 4 MB.
+# Two optimizers in turn: each evaluation makes and frees 40 blocks of 1 MB.
 SCRIPT = """
 import json, resource
 import psutil, torch
@@ -30,17 +30,17 @@ class Wide(torch.nn.Module):
         return x
 
 def faults(evaluate):
-    for _ in range(20):
+    for _ in range(6):
         evaluate()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(5):
+    for _ in range(3):
         evaluate()
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / 5
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / 3
 
 def megabytes():
     return psutil.Process().memory_info().rss / 2**20
 
-x = torch.ones(1000, 1000)
+x = torch.ones(250, 1000)
 found = []
 one, two = [batchopt.BatchOptimizer(Wide(), torch.nn.MSELoss(), optimizer=None) for _ in range(2)]
 for opt in (one, two):
@@ -60,11 +60,11 @@ def play(**environment: str) -> list[float]:
 
 def test_memory_is_kept_from_one_evaluation_to_the_next_until_the_last_optimizer_is_closed() -> None:
     faults, kept, later, left = play()
-    assert faults < 4000 and later < 4000  # of 40,000 pages; a busy machine takes some back
-    assert left < kept - 80
+    assert faults < 2500 and later < 2500  # of 10,000 pages; a busy machine takes some back
+    assert left < kept - 20
 
 
 @pytest.mark.slow
 def test_settings_of_the_user_are_left_alone() -> None:
     faults, _, later, _ = play(MALLOC_MMAP_THRESHOLD_="131072")
-    assert faults > 10_000 and later > 10_000
+    assert faults > 5000 and later > 5000

@@ -138,6 +138,7 @@ def test_it_ends_when_nobody_has_needed_it_for_a_while() -> None:
         assert subprocess.run(command, pass_fds=[theirs.fileno()], timeout=60).returncode == 0
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.parametrize("closed", [">&-", "<&-", "2>&-", "<&- >&-", "<&- >&- 2>&-"])
 def test_standard_streams_may_be_closed(closed: str, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from tests.conftest import is_fork_server, listening
 from tests.workloads import Mlp, mlp
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["file", "stdin", "-c", "-m"])
 def test_a_program_without_a_main_guard_works_and_leaves_nothing(tmp_path: Path, way: str) -> None:
@@ -36,6 +37,7 @@ def test_a_program_without_a_main_guard_works_and_leaves_nothing(tmp_path: Path,
     assert_gone(pids(ended.stdout))
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["spawn", "forkserver"])
 def test_a_program_works_in_processes_that_it_has_started(tmp_path: Path, how: str) -> None:

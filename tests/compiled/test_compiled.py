@@ -91,6 +91,7 @@ def test_bits_depend_on_no_worker(tmp_path: Path) -> None:
             opt.load_checkpoint(path)
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*normalises by the statistics of a chunk")
 @pytest.mark.parametrize("parallelize", [1, 2])
@@ -156,6 +157,7 @@ def test_what_the_user_changes_is_seen(change: str, parallelize: int) -> None:
         assert is_compiled(opt)
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.parametrize("parallelize", [1, 2])
 def test_tensors_lie_in_memory_as_they_like(parallelize: int) -> None:
@@ -229,6 +231,7 @@ def branches(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tenso
     return 2 * loss if next(module.parameters())[0, 0] > 0 else loss
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("parallelize", [1, 2])
 def test_what_cannot_be_compiled_is_eager_or_an_error(parallelize: int) -> None:
     with make(net(), loss_fn=branches, parallelize=parallelize) as opt:

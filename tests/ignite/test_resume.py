@@ -100,7 +100,7 @@ def check(trained: Callable[[str, int | None], Any], positions: Iterable[int] = 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", DATA)
-@pytest.mark.parametrize("every", [1, 2, None])
+@pytest.mark.parametrize("every", [1, *(pytest.param(often, marks=pytest.mark.nightly) for often in (2, None))])
 def test_killed_at_every_batch(name: str, every: int | None, tmp_path: Path) -> None:
     validation: dict[str, Any] = {"eval_data": data(), "metrics": {"loss": mse_loss}}
 
@@ -159,6 +159,7 @@ def test_a_loader_with_workers(noisy: bool, positions: tuple[int, ...], tmp_path
     check(lambda folder, killed: run(tmp_path / folder, lambda: loader(next(numbers), noisy), killed=killed), positions)
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["tensors", *(pytest.param(n, marks=pytest.mark.slow) for n in ("dataset", "loader without workers"))]

@@ -7,6 +7,8 @@ import pytest
 from tests.backends.contract import Contract
 
 
+@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.timeout(60)
 class TestTwoNodes(Contract):
     """Two nodes, with a worker each."""
