@@ -12,11 +12,11 @@ import torch
 
 from batchopt_workers.data import mapping
 from batchopt_workers.data.layout import Layout
-from batchopt_workers.data.memory import GrowingFile
+from batchopt_workers.data.memory import GrowingFile, octets
 from batchopt_workers.map.sums import Rows, SharedTotals, rows_nbytes
 from batchopt_workers.tasks.forms import Column, places
 
-# Largest result in bytes that is copied, so that it keeps no mapping.
+# Largest result in bytes that is read, so that it keeps no mapping.
 _SMALL = 2**20
 # Bytes for sums that each worker may keep in any case.
 _KEPT = 2**25
@@ -42,12 +42,19 @@ class ResultFile:
         the file's own pages, which are copied when they are written. `late`: a worker may still be writing; then all
         are copies."""
         offsets, nbytes = places(columns, samples)
-        memory = self.file.private(nbytes)
-        found = [_tensor(memory, c.dtype, (samples, *c.shape), at) for c, at in zip(columns, offsets, strict=True)]
-        self._seen = weakref.ref(memory)
+        self._seen = None
+        if late or nbytes <= _SMALL:  # reading takes a fraction of the time in which pages are mapped
+            self.file.lengthen(nbytes, sparse=True)
+            found = [torch.empty((samples, *c.shape), dtype=c.dtype, device="cpu") for c in columns]
+            for tensor, offset in zip(found, offsets, strict=True):
+                self.file.read(octets(tensor).numpy().data, offset)
+        else:
+            memory = self.file.private(nbytes)
+            self._seen = weakref.ref(memory)
+            found = [_tensor(memory, c.dtype, (samples, *c.shape), at) for c, at in zip(columns, offsets, strict=True)]
         if not late:
             self._forks = mapping.forks()
-        return [tensor.clone() for tensor in found] if late or nbytes <= _SMALL else found
+        return found
 
     def leave_unwritten(self) -> None:
         """End a result of which nothing was written."""

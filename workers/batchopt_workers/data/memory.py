@@ -132,6 +132,12 @@ class GrowingFile:
             while done < len(elements):
                 done += os.pwrite(self.fd, elements[done : done + _MOST], offset + done)
 
+    def read(self, elements: memoryview, offset: int) -> None:
+        """Fill `elements` with the bytes from `offset` on, all of which must be there. Raise `OSError`."""
+        done = 0
+        while done < len(elements):
+            done += os.preadv(self.fd, [elements[done : done + _MOST]], offset + done)
+
     def shared(self) -> torch.Tensor:
         """Return all of its bytes, mapped as long as the tensor lives. Raise `MemoryError` and `OSError`."""
         nbytes = os.fstat(self.fd).st_size
