@@ -12,12 +12,12 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted(path.name for path in (ROOT / "tests/card").glob("test_*.py"))
-LONG = "test_graphs.py"
 
 
 @pytest.mark.skipif(not (shutil.which("c++") or shutil.which("g++")), reason="no C++ compiler to build the card with")
 @pytest.mark.timeout(480)
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == LONG)) for n in FILES])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FILES)
 def test_a_module_on_a_card(name: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", f"tests/card/{name}"]
     environment = {**os.environ, "BATCHOPT_CARD": "1"}

@@ -48,6 +48,7 @@ def test_bits_are_those_of_one_process_also_after_a_node_was_killed() -> None:
         assert steps("local nodes", workers, compile=True, after=after, **options) == expected
 
 
+@pytest.mark.slow
 def test_a_changed_program_is_compiled_again_or_said_not_to_be() -> None:
     torch.manual_seed(0)
     x, y = torch.rand(24, 3, dtype=torch.float64), torch.rand(24, 1, dtype=torch.float64)
