@@ -115,6 +115,14 @@ def test_it_is_chosen_again_when_times_change_by_a_factor_ever_more_seldom() -> 
     assert looks == [(Phase.CHOSEN, choice.OFTEN), (Phase.TIME, 2 * choice.OFTEN)]
 
 
+def test_evaluations_that_are_compiled_from_here_are_no_reason_to_choose_again() -> None:
+    found = decide(2, None, {ALONE: 1e-3, ONE: 2e-3}.__getitem__, 1e-3, 3 + choice.MANY + 2 * choice.OFTEN)
+    found.settle()
+    for _ in range(2 * choice.OFTEN):
+        found.took(0.4e-3)
+    assert found.phase is Phase.CHOSEN
+
+
 # ---- machines that were measured, in ms: this process with all threads and with one, then workers on all cores
 
 # Two cores of an Intel Xeon, the functions of benchmarks/results/auto.json.

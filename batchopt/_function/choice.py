@@ -142,6 +142,10 @@ class Choice:
             configuration = self.outlook.preferred
         self.configuration = configuration or self.configuration
         self.phase, self.reason = Phase.CHOSEN, f"{reason} ({self.outlook})" if self.outlook.times else reason
+        self.settle()
+
+    def settle(self) -> None:
+        """Take the times from here on as the usual ones: no load has changed evaluations, but the way they go."""
         self.drift = Drift(self.drift.often)
 
 

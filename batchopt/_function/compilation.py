@@ -264,6 +264,8 @@ class Compilation:
     def _use(self, engine: Engine, libraries: dict[PieceForm, Artifact | str]) -> None:
         found = tuple(artifact for artifact in libraries.values() if isinstance(artifact, Artifact))
         engine.workers.evaluate_by(found)
+        if engine.policies.auto is not None:
+            engine.policies.auto.choice.settle()
         self.keys = tuple(sorted(artifact.key for artifact in found))
         if self.keys and self.expected is not None:
             if engine.settings.fixed_bits and not set(self.keys) <= set(self.expected):
