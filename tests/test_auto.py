@@ -101,6 +101,28 @@ def test_f_and_its_gradient_are_those_of_one_process_whoever_evaluates(chunk_siz
         assert len(opt.workers) == 2 and (chunk_size is None or torch.equal(found, loss))
 
 
+def test_four_workers_are_tried_then_two_with_two_threads_each(
+    monkeypatch: pytest.MonkeyPatch, two_cores: None
+) -> None:
+    for place in ("_function.auto", "_data.arguments"):
+        monkeypatch.setattr(f"batchopt.{place}.usable_cores", lambda: 4)
+    case, module = mlp(), Slow(0.0)
+    expected, gradient = reference(module, case.criterion, case.inputs, case.targets)
+    with BatchOptimizer(**parts(module)) as opt:
+        kind = type(choice_of(opt))
+        took, probed, times = kind.took, kind.probed, {(1, None): 0.1, (4, 1): 0.09, (2, 2): 0.05}
+        monkeypatch.setattr(kind, "took", lambda self, _: took(self, times.get(self.configuration, 0.2)))
+        monkeypatch.setattr(kind, "probed", lambda self, *_: probed(self, 0.03, 0.017))
+        opt.load(case.inputs, case.targets)
+        seen = set()
+        while not has_chosen(opt):
+            torch.testing.assert_close(opt.evaluate().item(), expected, rtol=1e-12, atol=0)
+            torch.testing.assert_close(opt.grad_parameters, gradient, rtol=1e-10, atol=1e-12)
+            seen.add(len(opt.workers))
+        assert seen == {1, 4, 2} and len(opt.workers) == 2, choice_of(opt).reason
+        assert opt.run_on_workers(lambda worker: torch.get_num_threads()) == [2, 2]
+
+
 @pytest.mark.usefixtures("two_cores")
 def test_a_batch_is_not_cut_where_that_would_change_f() -> None:
     case = mlp()
