@@ -27,7 +27,7 @@ hypothesis.settings.register_profile("tests", deadline=None)  # how long an exam
 hypothesis.settings.load_profile("tests")
 
 # Seconds that a process may need to be gone after its optimizer is.
-PATIENCE = 10.0
+PATIENCE = 30.0
 
 
 @pytest.hookimpl(tryfirst=True)

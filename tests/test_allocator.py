@@ -12,7 +12,6 @@ from tests.backends.scripts import running
 
 pytestmark = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc")
 
-pytestmark = pytest.mark.timeout(300)  # most of it page faults, which a busy machine makes slow
 
 # Two optimizers in turn: each evaluation makes and frees 40 blocks of 1 MB.
 SCRIPT = """

@@ -175,7 +175,7 @@ print("done")
 @pytest.mark.slow
 @pytest.mark.parametrize("program", [BEFORE_ANYTHING, WITHOUT_A_CLUSTER], ids=["process", "cluster"])
 def test_all_checks_come_before_anything_is_started_even_what_workers_are_forked_from(program: str) -> None:
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=280)
     assert ended.stdout.endswith("done\n"), ended.stderr
 
 
@@ -198,7 +198,7 @@ def test_a_machine_without_proc_is_told_to_use_one_worker() -> None:
     if subprocess.run([*apart, "true"], capture_output=True, check=False).returncode:
         pytest.skip("this machine allows no mounts of one's own")
     hidden = [*apart, "sh", "-c", 'mount -t tmpfs none /proc && exec "$@"', "sh", sys.executable, "-c", WITHOUT_PROC]
-    ended = subprocess.run(hidden, capture_output=True, text=True, timeout=60, check=True)
+    ended = subprocess.run(hidden, capture_output=True, text=True, timeout=280, check=True)
     assert "/proc is not mounted here" in ended.stdout and "use parallelize=1" in ended.stdout
     assert ended.stdout.splitlines()[-1] == "True"
 

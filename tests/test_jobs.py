@@ -25,7 +25,6 @@ def at(task: Task) -> float:
 
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("default")  # other libraries warn when they are imported
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", jobs.JOBS)
 def test_every_way_minimises_the_same_function(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # else a library that shows progress leaves a thread

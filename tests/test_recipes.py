@@ -31,7 +31,7 @@ def test_the_table_has_every_program() -> None:
 def ran(argument: str, folder: Path) -> dict[str, Any]:
     """What the programs of `tests/recipes.py` print; they leave nothing in the folder."""
     script = Path(__file__).parent / "recipes.py"
-    ended = subprocess.run([sys.executable, script, argument], capture_output=True, text=True, timeout=100, cwd=folder)
+    ended = subprocess.run([sys.executable, script, argument], capture_output=True, text=True, timeout=280, cwd=folder)
     assert ended.returncode == 0, ended.stderr
     assert not list(folder.iterdir())
     found: dict[str, Any] = json.loads(ended.stdout)

@@ -41,7 +41,7 @@ print("PIDS", *[worker.pid for worker in opt.workers], flush=True)
 def python(*arguments: str, script: str | None = None, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Run this interpreter to its end, with all warnings shown."""
     return subprocess.run(
-        [sys.executable, "-W", "error", *arguments], input=script, text=True, capture_output=True, timeout=60, cwd=cwd
+        [sys.executable, "-W", "error", *arguments], input=script, text=True, capture_output=True, timeout=280, cwd=cwd
     )
 
 
@@ -75,7 +75,7 @@ def pids(output: str) -> list[int]:
     return [int(pid) for line in output.splitlines() if line.startswith("PIDS") for pid in line.split()[1:]]
 
 
-def assert_gone(pids: Iterable[int], seconds: float = 2.0) -> None:
+def assert_gone(pids: Iterable[int], seconds: float = 20.0) -> None:
     """Each process ends within so many seconds, or has ended."""
     living = []
     for pid in pids:

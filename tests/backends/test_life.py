@@ -64,11 +64,13 @@ def test_a_notebook_works(tmp_path: Path) -> None:
     program = f"""
     import nbclient, nbformat
     book = nbformat.reads({nbformat.writes(book)!r}, 4)
-    nbclient.NotebookClient(book, timeout=60, kernel_name="python3").execute()
+    nbclient.NotebookClient(book, timeout=280, kernel_name="python3").execute()
     nbformat.write(book, {str(ran)!r})
     """
     # In a process of its own: the client's event loop and threads stay out of the other tests.
-    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=90)
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=280
+    )
     assert ended.returncode == 0, ended.stderr
     outputs = [output for cell in nbformat.read(ran, 4).cells for output in cell.get("outputs", [])]
     assert_gone(pids("".join(output.get("text", "") for output in outputs)))
@@ -245,7 +247,6 @@ def test_speeds_that_are_given_fix_the_shares() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("parallelize", [1, 2])
 def test_ten_thousand_evaluations_leave_memory_descriptors_and_threads_flat(parallelize: int) -> None:
     def usage(pid: int) -> tuple[int, int, int]:

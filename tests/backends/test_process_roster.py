@@ -193,7 +193,6 @@ class Long:
 
 
 @pytest.mark.sampled
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("size", [2**14, 2**20])
 def test_a_full_pipe_is_emptied(size: int) -> None:
     case = mlp(samples=2 * CHUNKS)

@@ -18,8 +18,6 @@ from tests.cluster.conftest import Start
 from tests.nodes.disturbance import Disturbance, steps
 from tests.workloads import Mlp, mlp
 
-pytestmark = pytest.mark.timeout(180)
-
 
 @pytest.fixture(scope="module")
 def undisturbed() -> str:

@@ -18,7 +18,7 @@ import torch
 from tests.backends.scripts import assert_gone
 
 HERE = Path(__file__).parent
-LIMIT = 60.0
+LIMIT = 240.0
 # What is raised in the last chunk by worker 1, and how the error begins.
 ERRORS = {
     "raise ValueError('bad')": "WorkerError: ValueError in worker 1, samples 40..47: bad",

@@ -213,7 +213,7 @@ def test_a_process_that_is_killed_by_the_system(tmp_path: Path) -> None:
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert process.returncode == -signal.SIGKILL
-    found, _ = (process := started(3, 0.0)).communicate(timeout=60)
+    found, _ = (process := started(3, 0.0)).communicate(timeout=280)
     assert (process.returncode, found) == (0, expected + "\n")
     whole, killed = (timeless(Record(tmp_path / name).lines()) for name in ("whole.jsonl", "log.jsonl"))
     assert whole == killed and len(whole) == 4

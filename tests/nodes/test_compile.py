@@ -17,7 +17,6 @@ from tests.nodes.disturbance import steps
 from tests.nodes.test_nodes import node_of
 
 pytestmark = [
-    pytest.mark.timeout(240),
     pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler"),
     pytest.mark.xdist_group("compiled nodes"),  # which share what they have compiled
 ]

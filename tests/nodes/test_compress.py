@@ -12,7 +12,6 @@ from tests.nodes import local
 from tests.nodes.test_nodes import node_of, optimizer
 from tests.workloads import mlp
 
-pytestmark = pytest.mark.timeout(120)
 TWO_BIT = {"type": "2bit", "threshold": 0.05}
 
 

@@ -9,7 +9,6 @@ from tests.backends.contract import Contract
 
 @pytest.mark.slow
 @pytest.mark.sampled
-@pytest.mark.timeout(60)
 class TestTwoNodes(Contract):
     """Two nodes, with a worker each."""
 

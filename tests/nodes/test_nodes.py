@@ -21,8 +21,6 @@ from tests.nodes import local
 from tests.nodes.disturbance import Disturbance, steps
 from tests.workloads import Workload, mlp
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.fixture(scope="module")
 def undisturbed() -> str:

@@ -18,8 +18,6 @@ from batchopt import BatchoptError
 from batchopt.backends.ranks.launch import Launch, read_launch
 from tests.ranks.launch import ROOT, free_port, program
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @cache
 def alone(*arguments: object) -> str:
