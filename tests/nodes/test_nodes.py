@@ -272,3 +272,22 @@ def test_a_short_timeout_leaves_time_for_signs_of_life() -> None:
         threading.Event().wait(2.0)
         opt.step(case.inputs, case.targets)
         assert [worker.restarts for worker in opt.workers] == [0, 0]
+
+
+@pytest.mark.slow
+def test_an_evaluation_may_take_longer_than_the_timeout() -> None:
+    def slow(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        threading.Event().wait(0.1 * float(module.get_parameter("bias").detach() > 0))
+        return nn.functional.mse_loss(module(x), y)
+
+    module = nn.Linear(1, 1)
+    options: dict[str, Any] = {"optimizer": None, "backend": "local nodes", "parallelize": 1}
+    with BatchOptimizer(module, loss_fn=slow, timeout=3.0, chunk_size=1, **options) as opt:
+        opt.load(torch.ones(40, 1), torch.ones(40, 1))
+        found = []
+        for bias in (-1.0, 1.0):  # a short one, and then one of four seconds
+            with torch.no_grad():
+                module.weight.fill_(1.0)
+                module.bias.fill_(bias)
+            found.append(opt.evaluate().item())
+        assert found == [1.0, 1.0] and [worker.restarts for worker in opt.workers] == [0]

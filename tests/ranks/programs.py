@@ -242,12 +242,18 @@ def resized() -> None:
         print("bits", opt.fingerprint(), len(opt.workers), other.fingerprint())
 
 
+def large() -> None:
+    """Each rank has an object for the others that does not fit in an inbox."""
+    with optimizer_of(parts()[0]) as opt:
+        print(sum(map(len, opt.run_on_workers(lambda worker: bytes(2**20)))))
+
+
 def nothing() -> None:
     """Just come and go."""
     print("nothing")
 
 
-PROGRAMS: list[Callable[..., None]] = [bits, differ, raises, lost, trained, compressed, grouped, resized]
+PROGRAMS: list[Callable[..., None]] = [bits, differ, raises, lost, trained, compressed, grouped, resized, large]
 
 if __name__ == "__main__":
     {program.__name__: program for program in PROGRAMS}[sys.argv[1]](*sys.argv[2:])

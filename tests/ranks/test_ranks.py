@@ -95,6 +95,10 @@ def test_other_numbers_of_workers_and_two_optimizers() -> None:
     assert (bits, workers) == (alone().split()[1], "3")
 
 
+def test_objects_that_are_longer_than_an_inbox() -> None:
+    assert program("large", size=3) == [str(3 * 2**20)] * 3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("compress", ["fp16", "bf16", "2bit"])
 def test_compressed_gradients(compress: str) -> None:

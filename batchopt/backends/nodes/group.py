@@ -1,7 +1,8 @@
 """A group of processes that exchange objects and vectors, by sends and receives of torch.distributed's gloo.
 
 Each member has a `place`. Sender and receiver of a vector know its length: gloo ends a process that is sent more than
-it expects. An object is sent to the inbox that its receiver keeps open for each other member from the end of one
+it expects. Objects of all members are passed on from member to member, in as many rounds as their number can be halved:
+messages take longer than bytes. An object is sent to the inbox that its receiver keeps open from the end of one
 exchange to the next: so it is sent at once, without waking up the receiver for a handshake, which takes longer than the
 message. The part that does not fit follows. A member that ends, closes its group or is silent for `timeout` seconds is
 an error on all that wait for it; they close theirs, so that all members notice, and may form another group over the
@@ -34,7 +35,7 @@ dist: Any = _dist  # torch exports only a part of it
 
 # Size of an inbox in bytes.
 BLOCK = 2**19
-# A wait of this many seconds makes the next one interruptible, which needs another thread and takes longer.
+# A wait of this many seconds makes the next one of its kind interruptible, which needs another thread and takes longer.
 LONG = 0.02
 # Seconds of a wait without limit.
 FOREVER = 1e6
@@ -56,21 +57,21 @@ class _Waiter:
 
     def __init__(self, patience: timedelta, watch: Callable[[], None] | None) -> None:
         self._patience, self._watch = patience, watch
-        self._lasts = LONG  # seconds, of the last wait
+        self._lasts: dict[int | None, float] = {}  # seconds, of the last wait of each kind
         asked: SimpleQueue[Asked | None] = SimpleQueue()
         self._asked, self._answers = asked, SimpleQueue[Wrong | None]()
         threading.Thread(target=_wait, args=(asked, self._answers), daemon=True).start()
         self.end = weakref.finalize(self, asked.put, None)
 
-    def wait(self, posted: Sequence[Posted]) -> Wrong | None:
-        """Wait for this work; return what went wrong."""
+    def wait(self, posted: Sequence[Posted], kind: int | None) -> Wrong | None:
+        """Wait for this work, which takes about as long as the last one of its kind; return what went wrong."""
         began = time.perf_counter()
-        if self._lasts < LONG:
+        if self._watch is None and self._lasts.get(kind, LONG) < LONG:
             wrong = _waited(posted, self._patience)
         else:
             self._asked.put((posted, self._patience if self._watch is None else timedelta(seconds=FOREVER)))
             wrong = self._answer()
-        self._lasts = time.perf_counter() - began
+        self._lasts[kind] = time.perf_counter() - began
         return wrong
 
     def _answer(self) -> Wrong | None:
@@ -133,7 +134,11 @@ class Group:
         they do not join."""
         self.place, self.size, self._timeout = place, size, timeout
         self.names: Sequence[str] = [f"node {i}" for i in range(size)]  # for messages
-        self._memory: dict[int, torch.Tensor] = {}  # the inbox for each other member
+        self._steps = [1 << i for i in range((size - 1).bit_length())]
+        # The member from which this one has what it broadcasts on, and those that send it objects, beside place 0.
+        self._origin = place & (place - 1)
+        self._senders = {0, self._origin, *((place + step) % size for step in self._steps)} - {place}
+        self._memory: dict[int, torch.Tensor] = {}  # the inbox for each of them
         self._boxes: dict[int, Any] = {}  # those that are open
         self._waiter = _Waiter(timedelta(seconds=FOREVER if is_patient else timeout), watch)
         making = _Making(dist.PrefixStore(name, store), place, size, timeout, host)
@@ -170,14 +175,18 @@ class Group:
 
     def broadcast(self, vector: torch.Tensor) -> None:
         """Copy this contiguous tensor from the member at place 0 to all others, along a tree."""
-        last = 1 << max(self.size - 1, 0).bit_length()
-        for step in (last >> i for i in range(1, last.bit_length())):
-            if self.place % (2 * step) == step:
-                self.receive(vector, self.place - step)
-                self.wait()
-            elif self.place % (2 * step) == 0 and self.place + step < self.size:
-                self.send(vector, self.place + step)
+        if self.place:
+            self.receive(vector, self._origin)
+            self.wait()
+        for other in self._below:
+            self.send(vector, other)
         self.wait()
+
+    @property
+    def _below(self) -> list[int]:
+        """The members to which this one broadcasts: along a tree, the one with the most others below it first."""
+        steps = [step for step in reversed(self._steps) if not self.place or step < self.place & -self.place]
+        return [self.place + step for step in steps if self.place + step < self.size]
 
     def trade(
         self, mine: Sequence[torch.Tensor], theirs: Sequence[Sequence[torch.Tensor]], takers: Sequence[int]
@@ -190,15 +199,15 @@ class Group:
                 self.send(vector, other)
         self.wait()
 
-    def wait(self, some: Sequence[Posted] | None = None) -> None:
-        """Wait for all work that was begun, or for `some`. Raises `NodeLostError`, and `BatchoptError` if this was
-        stopped."""
+    def wait(self, some: Sequence[Posted] | None = None, kind: int | None = None) -> None:
+        """Wait for all work that was begun, or for `some`; `kind`: the place of the member whose object that is. Raises
+        `NodeLostError`, and `BatchoptError` if this was stopped."""
         posted = self._posted if some is None else some
         self._posted = [] if some is None else [one for one in self._posted if not any(one is other for other in some)]
         if not posted:
             return
         try:
-            wrong = self._waiter.wait(posted)
+            wrong = self._waiter.wait(posted, kind)
         except BaseException:  # raised by a signal handler: it is unknown what has arrived
             self.close()
             raise
@@ -215,24 +224,41 @@ class Group:
         if place == self.place:
             return f"only some of {self.size} joined within {self._timeout:.4g} s (`timeout`): {text[:300]}"
         if "timed out" in text.lower():
-            return f"{self.names[place]} did not respond for {self._timeout:.4g} s (`timeout`)"
+            # Who passes on what it lacks itself is not who is lost.
+            other = ", or waits for another one that did not" if self.size > 3 else ""
+            return f"{self.names[place]} did not respond for {self._timeout:.4g} s (`timeout`){other}"
         return f"{self.names[place]} has ended, or closed its optimizer"
 
     # ---- objects
 
-    def exchange(self, value: Any, brief: Any = None, takers: Sequence[int] | None = None) -> list[Any]:
-        """Exchange values with all members; return them by place. Members that are not among `takers`, if they are
-        given, are sent `brief`."""
-        self.open()
-        whole, short = _to_send(value), _to_send(brief)
-        for other in self.others:
-            self._send_object(whole if takers is None or other in takers else short, other)
-        found = self._received(self.others)
-        return [value if i == self.place else found[i] for i in range(self.size)]
+    def exchange(self, value: Any) -> list[Any]:
+        """Exchange values with all members; return them by place."""
+        found: list[Any] = [_packed(value)]  # of this member, and those after it
+        for step in self._steps:
+            self._send_object(_to_send(found[: self.size - step]), (self.place - step) % self.size)
+            found += self.take((self.place + step) % self.size)
+        self.wait()
+        values = [value, *map(pickle.loads, found[1:])]
+        return [values[i - self.place] for i in range(self.size)]
+
+    def gather(self, value: Any, brief: Any) -> list[Any]:
+        """Return the values of all members, by place; on all but the one at place 0, their `brief` ones."""
+        found: list[Any] = [(_packed(value), _packed(brief))]  # of this member, and those below it
+        for other in reversed(self._below):
+            found += self.take(other)
+        if self.place:
+            self._send_object(_to_send(found), self._origin)
+            found = self.take(self._origin)
+        briefs = found if self.place else [brief for _, brief in found]
+        for other in self._below:
+            self._send_object(_to_send(briefs), other)
+        self.wait()
+        values = [pickle.loads(data) for data in (briefs if self.place else [whole for whole, _ in found])]
+        return [value if i == self.place else of for i, of in enumerate(values)]
 
     def open(self) -> None:
         """Open the inboxes, ideally some time before an object is sent to them."""
-        for other in self.others:
+        for other in self._senders:
             if other not in self._boxes:
                 box = self._memory.setdefault(other, torch.empty(BLOCK, dtype=torch.uint8))
                 self._boxes[other] = self._begin("recv", box, other, _OBJECT)
@@ -246,30 +272,22 @@ class Group:
 
     def take(self, origin: int) -> Any:
         """Receive an object that a member gives."""
-        return self._received([origin])[origin]
+        self.open()
+        # Not for what is sent: the rest of that is asked for by a receiver that may wait for this member's.
+        self.wait([(origin, self._boxes.pop(origin))], kind=origin)
+        elements: Any = self._memory[origin].numpy()
+        box = memoryview(elements)
+        (length,) = _LENGTH.unpack_from(box)
+        head = box[_LENGTH.size : _LENGTH.size + length]
+        if length == len(head):
+            return pickle.loads(head)
+        rest = torch.empty(length - len(head), dtype=torch.uint8)
+        self.wait([self.receive(rest, origin, _REST)])
+        return pickle.loads(head.tobytes() + rest.numpy().tobytes())
 
     def _send_object(self, parts: Sequence[torch.Tensor], to: int) -> None:
         for part, tag in zip(parts, (_OBJECT, _REST), strict=False):
             self.send(part, to, tag)
-
-    def _received(self, origins: Sequence[int]) -> dict[int, Any]:
-        """Return the objects sent by these members."""
-        self.open()
-        self._posted += [(origin, self._boxes.pop(origin)) for origin in origins]
-        self.wait()
-        heads, rests = {}, {}
-        for origin in origins:
-            box = self._memory[origin].numpy()
-            (length,) = _LENGTH.unpack_from(box.data)
-            heads[origin] = box[_LENGTH.size : _LENGTH.size + length].tobytes()
-            if length > len(heads[origin]):
-                rests[origin] = torch.empty(length - len(heads[origin]), dtype=torch.uint8)
-                self.receive(rests[origin], origin, _REST)
-        self.wait()
-        return {
-            origin: pickle.loads(head + rests[origin].numpy().tobytes() if origin in rests else head)
-            for origin, head in heads.items()
-        }
 
     # ---- the end
 
@@ -325,6 +343,11 @@ def pickled(value: Any) -> memoryview:
     file.write(bytes(_LENGTH.size))
     _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
     return file.getbuffer()
+
+
+def _packed(value: Any) -> pickle.PickleBuffer:
+    """Pickle an object that is to be sent inside others."""
+    return pickle.PickleBuffer(pickled(value)[_LENGTH.size :])
 
 
 def _to_send(value: Any) -> list[torch.Tensor]:

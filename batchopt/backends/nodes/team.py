@@ -184,13 +184,16 @@ class Team:
 
     def _sent(self, answer: Answer, later: float) -> Answer:
         """Return an answer to be sent: with the rank among all workers, and without what is sent beside it."""
-        return replace(moved(answer, later), rank=self._mine.start + answer.rank, partials=[], results={}, forms={})
+        return moved(answer, later, rank=self._mine.start + answer.rank, partials=[], results={}, forms={})
 
     def _exchange(self, result: Result, call: Call | None, error: BaseException | None = None) -> list[Result]:
         """Exchange results with all members. Raises the exception that any of them reports, the same on all members."""
         group, whole = self.group, result._replace(call=call, infos=self._news())
         # Members that do not take the sum only need to know its form, and whether all succeeded.
-        found: list[Result] = group.exchange(whole, whole.bare._replace(answers=(), returned=b""), self._takers)
+        if len(self._takers) == group.size:
+            found: list[Result] = group.exchange(whole)
+        else:
+            found = group.gather(whole, whole.bare._replace(answers=(), returned=b""))
         self.behind = {place for place, each in enumerate(found) if each.is_behind}
         if any(each.call != call for each in found) and (text := self.differences([each.call for each in found])):
             group.close()
@@ -236,7 +239,7 @@ class Team:
         for each, of_chunks in zip(found, forms, strict=True):
             results = pickle.loads(each.returned) if each.returned else [{} for _ in each.answers]
             pairs = zip(each.answers, results, strict=True)
-            answers += [replace(moved(answer, began), results=of_one) for answer, of_one in pairs]
+            answers += [moved(answer, began, results=of_one) for answer, of_one in pairs]
             if of_chunks:
                 answers[-1] = replace(answers[-1], forms=of_chunks)
         root = Node(max(cut.chunks - 1, 0).bit_length(), 0)
@@ -332,9 +335,9 @@ class TeamBackend(CompressingBackend):
         """Carry out an order, with gradients `compressed` as those of an evaluation of that number."""
 
 
-def moved(answer: Answer, later: float) -> Answer:
-    """Return the answer with its spans so many seconds later."""
-    return replace(answer, spans=[span._replace(began=span.began + later) for span in answer.spans])
+def moved(answer: Answer, later: float, **changes: Any) -> Answer:
+    """Return the answer with its spans so many seconds later, and other changes."""
+    return replace(answer, spans=[span._replace(began=span.began + later) for span in answer.spans], **changes)
 
 
 def _rows_of(tensors: Sequence[torch.Tensor], forms: Mapping[int, Any], cut: Cut) -> list[torch.Tensor]:
