@@ -20,7 +20,7 @@ from __future__ import annotations
 import pickle
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -87,7 +87,7 @@ class Members:
     def _await_newcomers(self) -> None:
         patience = max(self._timeout, 2 * ANSWERING)
         until = time.monotonic() + patience
-        while waiting := [member for member in self.roster.at(State.PLACED) if not self._reports(member)]:
+        while (waiting := self.roster.at(State.PLACED)) and not self._report(waiting):
             self._check_stopped()
             if time.monotonic() > until:
                 raise WorkerStartError(
@@ -99,17 +99,18 @@ class Members:
                 raise WorkerStartError(f"workers do not start: {gone}")
             time.sleep(0.005)
 
-    def _reports(self, member: Member) -> bool:
-        """Tell whether the node has reported. Raises `WorkerStartError` if its versions differ from ours."""
-        key = f"new/{member.number}"
-        if not self._store.check([key]):
+    def _report(self, members: Sequence[Member]) -> bool:
+        """Tell whether all these nodes have reported. Raises `WorkerStartError` if their versions differ from ours."""
+        keys = [f"new/{member.number}" for member in members]
+        if not self._store.check(keys):
             return False
-        theirs, member.name = pickle.loads(self._store.get(key))
-        if theirs != versions():
-            raise WorkerStartError(
-                f"{member.name} has {theirs}; this process has {versions()}: install the same on both"
-            )
-        member.on("reports")
+        for member, said in zip(members, self._store.multi_get(keys), strict=True):
+            theirs, member.name = pickle.loads(said)
+            if theirs != versions():
+                raise WorkerStartError(
+                    f"{member.name} has {theirs}; this process has {versions()}: install the same on both"
+                )
+            member.on("reports")
         return True
 
     # ---- generations
@@ -162,7 +163,7 @@ class Members:
             why = member.placed.gone()
             if why is None and member.state is State.PLACED:
                 try:
-                    if not self._reports(member) and time.monotonic() - member.since > 2 * ANSWERING:
+                    if not self._report([member]) and time.monotonic() - member.since > 2 * ANSWERING:
                         why = "was not placed in time"
                 except WorkerStartError as error:
                     why = str(error)
@@ -177,6 +178,7 @@ class Members:
         self._await(generation)
         # New nodes are first sent the number of the generation, then wait for its members like all others.
         for member in newcomers:
+            self._store.set(f"alive/{member.number}", member.beat)  # so that all can be asked for at once
             self._store.set(f"join/{member.number}", str(generation))
             member.beaten = time.monotonic()
             member.on("joins")
@@ -196,42 +198,41 @@ class Members:
     def _await(self, generation: int) -> None:
         """Wait until all present members have reported; those that do not respond are lost, which ends the waits of
         others for them."""
-        coming = self.roster.present
-        while coming:
+        while coming := self.roster.present:
             self._check_stopped()
-            for member in list(coming):
-                key = f"here/{generation}/{member.number}"
-                if self._store.check([key]):
-                    coming.remove(member)
-                    taken = int(self._store.get(key))
-                    if taken != member.sent:
-                        member.forget()
-                    member.sent = taken
-                elif (why := self._fault_of(member)) is not None:
-                    coming.remove(member)
-                    self.roster.lose(member, why)
-            time.sleep(0.001 if coming else 0.0)
+            keys = [f"here/{generation}/{member.number}" for member in coming]
+            if self._store.check(keys):
+                break
+            for member, why in self._faults():
+                self.roster.lose(member, why)
+            time.sleep(0.001)
+        for member, taken in zip(coming, self._store.multi_get(keys) if coming else (), strict=True):
+            if int(taken) != member.sent:
+                member.forget()
+            member.sent = int(taken)
 
-    def _fault_of(self, member: Member) -> str | None:
-        """Return the reason why it cannot be a member any more."""
-        if (why := member.placed.gone()) is not None:
-            return why
-        return f"did not respond for {self._timeout:.3g} s" if self._is_silent(member) else None
-
-    def _is_silent(self, member: Member) -> bool:
-        key, now = f"alive/{member.number}", time.monotonic()
-        beat = self._store.get(key) if self._store.check([key]) else b""
-        if beat != member.beat:
-            member.beat, member.beaten = beat, now
-        return now - member.beaten > self._timeout
+    def _faults(self) -> list[tuple[Member, str]]:
+        """Return the members that cannot be that any more, and why."""
+        present, now = self.roster.present, time.monotonic()
+        beats = self._store.multi_get([f"alive/{member.number}" for member in present]) if present else ()
+        found = []
+        for member, beat in zip(present, beats, strict=True):
+            if beat != member.beat:
+                member.beat, member.beaten = beat, now
+            if (why := member.placed.gone()) is not None:
+                found.append((member, why))
+            elif now - member.beaten > self._timeout:
+                found.append((member, f"did not respond for {self._timeout:.3g} s"))
+        return found
 
     def _watch(self) -> None:
         """Raise `NodeLostError` if a member is gone, or does not respond in time."""
         self._check_stopped()
-        for place, member in enumerate(self.roster.present, 1):
-            if (why := self._fault_of(member)) is not None:
-                self.roster.lose(member, why)
-                raise NodeLostError(f"{member.name}: {why}", place)
+        present, faults = self.roster.present, self._faults()
+        if faults:
+            member, why = faults[0]
+            self.roster.lose(member, why)
+            raise NodeLostError(f"{member.name}: {why}", present.index(member) + 1)
 
     def forget(self, places: Iterable[int]) -> None:
         """Forget what the members at these places have."""
