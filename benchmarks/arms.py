@@ -48,7 +48,7 @@ class Arm:
         context = mp.get_context("spawn")
         self._ends: list[Connection] = []
         self._processes = []
-        port = _free_port()
+        port = free_port()
         for rank in range(processes):
             ours, theirs = context.Pipe()
             ranked = (rank, processes, port) if processes > 1 else ()
@@ -76,7 +76,8 @@ class Arm:
             process.join()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port where nobody listens now."""
     with socket.socket() as some:
         some.bind(("127.0.0.1", 0))
         port: int = some.getsockname()[1]

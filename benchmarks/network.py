@@ -101,7 +101,6 @@ def _make(machines: int, gigabits: float) -> None:
     switch = ("ip", "-n", SWITCH)
     _run(*switch, "link", "add", "bridge", "type", "bridge")
     _run(*switch, "link", "set", "bridge", "up")
-    limit = ("root", "tbf", "rate", f"{gigabits:g}gbit", "burst", "512kb", "latency", "50ms")
     for machine in range(machines):
         port, here = f"port{machine}", ("ip", "-n", name_of(machine))
         _run("ip", "netns", "add", name_of(machine))
@@ -111,8 +110,14 @@ def _make(machines: int, gigabits: float) -> None:
         _run(*here, "address", "add", f"{address(machine)}/24", "dev", "eth0")
         _run(*here, "link", "set", "eth0", "up")
         _run(*here, "link", "set", "lo", "up")
-        _run("tc", "-n", SWITCH, "qdisc", "add", "dev", port, *limit)
-        _run("tc", "-n", name_of(machine), "qdisc", "add", "dev", "eth0", *limit)
+        limit(machine, gigabits)
+
+
+def limit(machine: int, gigabits: float) -> None:
+    """Let the wire of a machine carry so much in each direction."""
+    rate = ("root", "tbf", "rate", f"{gigabits:g}gbit", "burst", "512kb", "latency", "50ms")
+    _run("tc", "-n", SWITCH, "qdisc", "replace", "dev", f"port{machine}", *rate)
+    _run("tc", "-n", name_of(machine), "qdisc", "replace", "dev", "eth0", *rate)
 
 
 def remove(machines: int) -> None:

@@ -9,7 +9,6 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import log2
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,9 +20,11 @@ if TYPE_CHECKING:
 
     from batchopt.optimizer import BatchOptimizer
 
-# Seconds that an exchange between machines takes beside its bytes, for each doubling of their number: as for gradients
-# of 10,000 elements in docs/benchmarks.md.
-LATENCY = 2.5e-3
+# Seconds that an exchange between machines takes beside its bytes, and those for each machine: as of ranks in
+# docs/measurements.md.
+EXCHANGE, MACHINE = 1.5e-3, 0.2e-3
+# Largest gradient in bytes that each machine is sent of each other one; of a longer one they sum a slice each.
+WHOLE = 2**17
 # The batch is timed in so many parts beside all at once, for what an evaluation takes whatever its samples.
 PART = 8
 MOST = 64  # workers and machines to which times are computed
@@ -197,10 +198,15 @@ def _computed(rows: list[ScalingRow], fixed: float, whole: float, gradient: int,
         found.append(ScalingRow(workers, last.threads, slower * seconds(workers), measured=False))
         workers *= 2
     for machines in (2, 4, 8):
-        exchange = log2(machines) * LATENCY + 2 * gradient / bandwidth
-        here = slower * seconds(last.workers, machines)
-        found.append(ScalingRow(last.workers, last.threads, here + exchange, False, machines))
+        took = slower * seconds(last.workers, machines) + exchange(machines, gradient, bandwidth)
+        found.append(ScalingRow(last.workers, last.threads, took, False, machines))
     return found
+
+
+def exchange(machines: int, gradient: int, bandwidth: float) -> float:
+    """Return the seconds that machines take to sum their gradients of so many bytes."""
+    crossing = (machines - 1) * gradient * (1.0 if gradient <= WHOLE else 2 / machines)
+    return EXCHANGE + machines * MACHINE + crossing / bandwidth
 
 
 def _private_bytes(pid: int) -> int:
