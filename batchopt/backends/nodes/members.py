@@ -138,8 +138,9 @@ class Members:
                 continue
             try:
                 self.team = self._regroup(newcomers)
-                start(self.team)
-                for member in roster.at(State.JOINED):
+                if joined := roster.at(State.JOINED):
+                    start(self.team)
+                for member in joined:
                     member.on("has started")
                 self._failures = 0
             except NodeLostError:
