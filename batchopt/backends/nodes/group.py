@@ -345,9 +345,9 @@ def pickled(value: Any) -> memoryview:
     return file.getbuffer()
 
 
-def _packed(value: Any) -> pickle.PickleBuffer:
+def _packed(value: Any) -> bytes:
     """Pickle an object that is to be sent inside others."""
-    return pickle.PickleBuffer(pickled(value)[_LENGTH.size :])
+    return bytes(pickled(value)[_LENGTH.size :])  # a PickleBuffer in a traceback's cycle crashes Python 3.11
 
 
 def _to_send(value: Any) -> list[torch.Tensor]:
