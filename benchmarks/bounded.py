@@ -25,7 +25,7 @@ from scipy import optimize
 import batchopt
 from benchmarks import problems
 from benchmarks.findings import Finding, publish
-from benchmarks.s2mpj import LIMIT, TOLERANCES, Row, Squares, Table, Trace, measure
+from benchmarks.s2mpj import JUDGED, LIMIT, Squares, Table, Trace, count, measure
 from benchmarks.s2mpj_problems import Vector, bounded
 from benchmarks.solvers import NO_STOP
 
@@ -136,20 +136,16 @@ OF_SQUARES: dict[str, Callable[[Any], object]] = {
 
 def ratios(table: Table, name: str, peer: str, tolerance: float) -> list[float]:
     """Evaluations relative to those of the peer, where both solve a problem."""
-
-    def count(row: Row, solver: str) -> Any:
-        return row[solver][str(tolerance)]
-
-    return [count(row, name) / count(row, peer) for row in table.values() if count(row, name) and count(row, peer)]
+    pairs = [[count(row["counts"], solver, tolerance) for solver in (name, peer)] for row in table.values()]
+    return [mine / theirs for mine, theirs in pairs if mine and theirs]
 
 
 def judge(group: str, table: Table, peer: str, most: float) -> list[Finding]:
     """The share that each solves, and its evaluations relative to those of the peer, the last one."""
     findings = []
-    solvers = [name for name, cell in next(iter(table.values())).items() if isinstance(cell, dict)]
-    for tolerance in TOLERANCES:
-        for name in solvers:
-            solved = sum(row[name][str(tolerance)] is not None for row in table.values())
+    for tolerance in JUDGED:
+        for name in next(iter(table.values()))["counts"]:
+            solved = sum(count(row["counts"], name, tolerance) is not None for row in table.values())
             found = ratios(table, name, peer, tolerance)
             about, target = f"{group}, {tolerance:.0e}, {name}", None if name.startswith("SciPy") else most
             findings.append(Finding(f"{about}: share solved of {len(table)}", solved / len(table)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -68,10 +69,11 @@ def publish(name: str, findings: Sequence[Finding], details: Mapping[str, Any]) 
 
 
 def write(name: str, findings: Sequence[Finding], details: Mapping[str, Any]) -> None:
-    """Write them without a word."""
+    """Write them without a word, and each list of numbers on one line."""
     RESULTS.mkdir(exist_ok=True)
     content = {"machine": machine(), "findings": [asdict(f) for f in findings], "details": details}
-    (RESULTS / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
+    text = re.sub(r"\[[^][{}\"]+\]", lambda found: " ".join(found[0].split()), json.dumps(content, indent=1))
+    (RESULTS / f"{name}.json").write_text(text + "\n")
 
 
 def read(name: str) -> list[Finding]:

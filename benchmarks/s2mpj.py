@@ -24,14 +24,19 @@ import torch
 from scipy import optimize
 
 import batchopt
-from benchmarks.findings import Finding, publish
+from benchmarks.findings import RESULTS, Finding, publish
+from benchmarks.profiles import draw, factors
 from benchmarks.s2mpj_problems import Problem, large, small
-from benchmarks.solvers import NO_STOP, SOLVERS, Enough, with_torch
+from benchmarks.solvers import NO_STOP, SOLVERS, Enough, with_scipy, with_torch
 
 LIMIT = 500
 # A run ends after so many evaluations that lower f by less than this fraction of the way.
 PATIENCE, LITTLE = 60, 1e-13
-TOLERANCES = (1e-6, 1e-12)
+# Counts are kept for all of these; two are judged.
+TOLERANCES = tuple(float(f"1e-{digits}") for digits in range(1, 13))
+JUDGED = (1e-6, 1e-12)
+# These are not among the best that others are judged by: their targets are older.
+LATER = ("SciPy BFGS",)
 
 
 class Trace:
@@ -125,6 +130,7 @@ def with_least_squares(method: str) -> Callable[[Trace], None]:
 
 LINE_SEARCH: dict[str, Callable[[Any], object]] = {
     **SOLVERS,
+    "SciPy BFGS": with_scipy("BFGS", maxiter=LIMIT, gtol=0.0),
     "torch LBFGS, history 10": with_torch(
         lambda params: torch.optim.LBFGS(
             params,
@@ -147,22 +153,28 @@ Table = dict[str, Row]
 
 
 def measure(problem: Problem, solvers: dict[str, Callable[[Any], object]]) -> Row:
-    """For each solver the evaluations to each tolerance, or None; and the lowest value."""
-    runs = {}
+    """The lowest value; for each solver its evaluations to each tolerance, or None, and in all; what it raised."""
+    runs, errors = {}, {}
     for name, solve in solvers.items():
         runs[name] = trace = Trace(problem)
         try:
             solve(trace)
-        except (Enough, ArithmeticError, RuntimeError, ValueError, IndexError) as error:
-            if not isinstance(error, Enough):
-                print(f"{name} raised {type(error).__name__} for {problem.name}: {str(error)[:100]}", flush=True)
+        except Enough:
+            pass
+        except (ArithmeticError, RuntimeError, ValueError, IndexError) as error:
+            errors[name] = f"{type(error).__name__}: {str(error)[:100]}"
     lowest = min(value for trace in runs.values() for value in trace.values if math.isfinite(value))
-    row: Row = {"variables": len(problem.start), "lowest": lowest}
-    for name, trace in runs.items():
-        row[name] = {str(tolerance): solved(trace.values, lowest, tolerance) for tolerance in TOLERANCES}
-    shown = "".join(f"{row[name]['1e-06']!s:>8}" for name in solvers)
-    print(f"{problem.name:16}{len(problem.start):4}{lowest:12.4g}{shown}", flush=True)
-    return row
+    counts = {name: [solved(trace.values, lowest, each) for each in TOLERANCES] for name, trace in runs.items()}
+    shown = "".join(f"{count(counts, name, JUDGED[0])!s:>8}" for name in solvers)
+    print(f"{problem.name:16}{len(problem.start):4}{lowest:12.4g}{shown}", *errors.items(), flush=True)
+    evaluations = {name: len(trace.values) for name, trace in runs.items()}
+    row = {"variables": len(problem.start), "lowest": lowest, "counts": counts, "evaluations": evaluations}
+    return {**row, "errors": errors} if errors else row
+
+
+def count(counts: dict[str, list[int | None]], name: str, tolerance: float) -> int | None:
+    """The evaluations of a solver to a tolerance."""
+    return counts[name][TOLERANCES.index(tolerance)]
 
 
 def solved(values: Sequence[float], lowest: float, tolerance: float) -> int | None:
@@ -171,28 +183,35 @@ def solved(values: Sequence[float], lowest: float, tolerance: float) -> int | No
     return next((number for number, value in enumerate(values, start=1) if value <= bound), None)
 
 
-def factors(table: Table, name: str, tolerance: float) -> list[float]:
-    """Evaluations relative to those of the best solver, for each problem that this one solves."""
-    found = []
-    for row in table.values():
-        counts = {key: cell[str(tolerance)] for key, cell in row.items() if isinstance(cell, dict)}
-        if counts[name] is not None:
-            found.append(counts[name] / min(count for count in counts.values() if count is not None))
-    return found
-
-
 def judge(group: str, table: Table, solvers: Sequence[str], mosts: dict[str, float]) -> list[Finding]:
     """The share that each solves, and the mean of its evaluations relative to the best."""
     findings = []
-    for tolerance in TOLERANCES:
+    for tolerance in JUDGED:
+        problems = [{name: count(row["counts"], name, tolerance) for name in solvers} for row in table.values()]
         for name in solvers:
-            found = factors(table, name, tolerance)
+            found = factors(problems, name, [peer for peer in solvers if peer not in LATER])
             mean = math.exp(sum(map(math.log, found)) / len(found))
-            most = mosts.get(name) if tolerance == TOLERANCES[0] else None
+            most = mosts.get(name) if tolerance == JUDGED[0] else None
             about = f"{group}, {tolerance:.0e}, {name}"
-            findings.append(Finding(f"{about}: share solved of {len(table)}", len(found) / len(table)))
+            solved_by = sum(counts[name] is not None for counts in problems)
+            findings.append(Finding(f"{about}: share solved of {len(table)}", solved_by / len(table)))
             findings.append(Finding(f"{about}: evaluations / the best's", mean, most=most))
     return findings
+
+
+def report(tables: dict[str, Table]) -> None:
+    """Judge, publish and draw."""
+    details = {"limit": LIMIT, "tolerances": TOLERANCES, **tables}
+    publish(
+        "s2mpj",
+        [
+            *judge("small", tables["small"], list(LINE_SEARCH), {"LBFGS": 1.22}),
+            *judge("large", tables["large"], list(LINE_SEARCH), {}),
+            *judge("squares", tables["squares"], list(LEAST_SQUARES), {"LevenbergMarquardt": 1.4}),
+        ],
+        details,
+    )
+    draw(details, RESULTS / "s2mpj.png")
 
 
 def main() -> None:
@@ -207,15 +226,7 @@ def main() -> None:
     }
     print(*LEAST_SQUARES, sep="\n")
     tables["squares"] = {p.name: measure(p, LEAST_SQUARES) for p in problems if p.squares}
-    publish(
-        "s2mpj",
-        [
-            *judge("small", tables["small"], list(LINE_SEARCH), {"LBFGS": 1.22}),
-            *judge("large", tables["large"], list(LINE_SEARCH), {}),
-            *judge("squares", tables["squares"], list(LEAST_SQUARES), {"LevenbergMarquardt": 1.4}),
-        ],
-        tables,
-    )
+    report(tables)
 
 
 if __name__ == "__main__":

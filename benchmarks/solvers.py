@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from scipy import optimize
 import batchopt
 from benchmarks.findings import RESULTS, Finding, publish
 from benchmarks.problems import PROBLEMS, Problem
+from benchmarks.profiles import performance
 
 LIMIT = 10_000
 TOLERANCES = {torch.float64: (1e-6, 1e-8), torch.float32: (1e-3, 1e-5)}
@@ -189,8 +190,7 @@ def judge(table: Table, precision: str) -> list[Finding]:
 
 
 def draw(tables: dict[str, Table], path: Path) -> None:
-    """The performance profiles of Dolan and More (2002): the part of the problems that a solver solves within so many
-    times the evaluations of the best one."""
+    """A performance profile for each precision."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -198,26 +198,11 @@ def draw(tables: dict[str, Table], path: Path) -> None:
 
     figure, axes = pyplot.subplots(1, len(tables), figsize=(6 * len(tables), 4), sharey=True, layout="constrained")
     for axis, (precision, table) in zip(axes, tables.items(), strict=True):
-        for name in SOLVERS:
-            factors = sorted(_factors(table, name))
-            parts = [(i + 1) / len(table) for i in range(len(factors))]
-            style = "-" if name in ("LBFGS", "CG", "SSBroyden") else "--"
-            axis.step([1.0, *factors, 100.0], [0.0, *parts, parts[-1]], style, where="post", label=name)
-        axis.set(
-            xscale="log", xlim=(1, 30), ylim=(0, 1.02), title=precision, xlabel="evaluations / those of the best one"
-        )
+        performance(axis, [{name: row[name]["solved"] for name in SOLVERS} for row in table.values()])
+        axis.set_title(precision)
     axes[0].set_ylabel("part of the problems solved")
     axes[0].legend(fontsize=8)
     figure.savefig(path, dpi=100)
-
-
-def _factors(table: Table, name: str) -> list[float]:
-    found: list[float] = []
-    for row in table.values():
-        counts: Sequence[int] = [cell["solved"] for cell in row.values() if cell["solved"]]
-        if row[name]["solved"]:
-            found.append(row[name]["solved"] / min(counts))
-    return found
 
 
 def main() -> None:

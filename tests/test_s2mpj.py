@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
-from benchmarks import s2mpj, s2mpj_problems
+from benchmarks import profiles, s2mpj, s2mpj_problems
 
 
 def test_a_problem_is_solved_near_the_lowest_value_that_any_found() -> None:
@@ -18,8 +18,12 @@ def test_a_problem_is_solved_near_the_lowest_value_that_any_found() -> None:
 
 def test_factors_are_relative_to_the_best_of_each_problem() -> None:
     cells = [(4, 2), (None, 3), (5, None), (None, None)]
-    table = {str(i): {"lowest": 0.0, "a": {"1e-06": a}, "b": {"1e-06": b}} for i, (a, b) in enumerate(cells)}
-    assert s2mpj.factors(table, "a", 1e-6) == [2.0, 1.0] and s2mpj.factors(table, "b", 1e-6) == [1.0, 1.0]
+    problems = [{"a": a, "b": b} for a, b in cells]
+    assert profiles.factors(problems, "a") == [2.0, 1.0] and profiles.factors(problems, "b") == [1.0, 1.0]
+
+
+def test_a_profile_counts_what_is_within_and_leaves_out_what_is_beyond() -> None:
+    assert profiles.steps([3.0, 1.0, 40.0], 4, 1.0, 30.0) == ([1.0, 1.0, 3.0, 30.0], [0.0, 0.25, 0.5, 0.5])
 
 
 def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
