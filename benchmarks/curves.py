@@ -12,16 +12,18 @@ ROWS = 1.1
 class Curve:
     """What a run came to, now and then: seconds without those for looking, evaluations, loss, error."""
 
-    def __init__(self, error: Callable[[], float], limit: float) -> None:
+    def __init__(
+        self, error: Callable[[], float], limit: float, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self.rows: list[tuple[float, int, float, float]] = []
-        self._error, self._limit = error, limit
-        self._began = time.perf_counter()
+        self._error, self._limit, self._clock = error, limit, clock
+        self._began = clock()
         self._next = 1.0
 
     @property
     def seconds(self) -> float:
         """So far."""
-        return time.perf_counter() - self._began
+        return self._clock() - self._began
 
     @property
     def over(self) -> bool:
@@ -33,7 +35,7 @@ class Curve:
         now = self.seconds
         if now < self._next and now < self._limit:
             return
-        looked = time.perf_counter()
+        looked = self._clock()
         self.rows.append((round(now, 2), evaluations, loss, self._error()))
         self._next = now * ROWS
-        self._began += time.perf_counter() - looked
+        self._began += self._clock() - looked

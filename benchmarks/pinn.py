@@ -99,7 +99,9 @@ def renewed(opt: batchopt.BatchOptimizer, problem: Problem, before: dict[str, An
     return after
 
 
-def run_ours(problem: Problem, name: str, seed: int, seconds: float) -> Curve:
+def run_ours(
+    problem: Problem, name: str, seed: int, seconds: float, clock: Callable[[], float] = time.perf_counter
+) -> Curve:
     """On a worker for each core."""
     method, module = OURS[name], problem.network(seed)
     terms = {part: batchopt.Term(residual=it.residual, weight=it.weight) for part, it in problem.parts.items()}
@@ -116,7 +118,7 @@ def run_ours(problem: Problem, name: str, seed: int, seconds: float) -> Curve:
     ) as opt:
         opt.load(points)
         opt.evaluate()
-        curve, steps = Curve(lambda: problem.error(module), seconds), 0
+        curve, steps = Curve(lambda: problem.error(module), seconds, clock), 0
         while not curve.over:
             before = opt.eval_counter
             opt.step(points)
