@@ -99,7 +99,7 @@ class SSBroyden(Descent):
         sy, yy, along, sg, ss = dots(
             (change, y), (y, y), (change, self._direction), (change, before.gradient), (change, change)
         )
-        if not (sy > LEAST * abs(sg) and 0 < yy < math.inf and along > 0):
+        if not (sy > LEAST * abs(sg) and 0 < yy < math.inf and along > 0 and ss > 0):
             return
         memory = self._memory
         if "inverse" in memory:

@@ -130,3 +130,18 @@ def test_no_update_divides_by_zero_however_far_the_curvature_is_from_that_of_the
     """As in BoxBOD of NIST, whose first steps lead from a slope to a plain."""
     weights = ssbroyden._weights(2, 1.0, both, both)
     assert weights is not None and all(map(math.isfinite, weights))
+
+
+def test_steps_whose_squares_are_no_numbers_any_more_teach_nothing() -> None:
+    """Near a minimum at 0 the product of a step with itself becomes 0 before that with the gradient's change does."""
+    x = torch.full((2,), 1.7e-153, dtype=torch.float64, requires_grad=True)
+
+    def closure() -> torch.Tensor:
+        x.grad = None
+        f = x.square().sum() * (1 + 0.1 * torch.log(x.detach().norm() / 1e-140) ** 2)
+        f.backward()  # type: ignore[no-untyped-call]
+        return f
+
+    optimizer = batchopt.SSBroyden([x], max_iter=400, tolerance_grad=0, tolerance_change=0)
+    first = float(torch.as_tensor(optimizer.step(closure)).detach())
+    assert optimizer.result is not None and optimizer.result.f < first
