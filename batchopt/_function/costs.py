@@ -1,4 +1,4 @@
-"""What evaluations by each number of workers and threads took, and may take: computed from a few measured times."""
+"""The time of an evaluation by each number of workers and threads: measured, or expected from a few measured times."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ CHANGES: dict[str, Callable[[nn.Module, Scaled], object]] = {
 @pytest.mark.parametrize(
     ("change", "parallelize"),
     [
-        pytest.param(change, n, marks=[pytest.mark.nightly] * (i % 2 == n - 1))
+        pytest.param(change, n, marks=[pytest.mark.nightly] * (i % 2 == n - 1 or i > 2))
         for i, change in enumerate(CHANGES)
         for n in (1, 2)
     ],

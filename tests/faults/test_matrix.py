@@ -382,9 +382,12 @@ def test_an_interrupt_in_the_parent_undoes_the_call(run: Play, oracle: Play, poi
 @pytest.mark.parametrize(
     "point, work",
     [
-        *((point, "sgd") for point in [*POINTS][:4]),
-        *((point, "sgd") for point in ("checkpoint.writing", "checkpoint.replace")),
-        *((point, "total") for point in ("parent.dispatched", "parent.heard", "parent.answers")),
+        *((point, "sgd") for point in [*POINTS][:2]),
+        ("checkpoint.replace", "sgd"),
+        ("parent.answers", "total"),
+        *(pytest.param(point, "sgd", marks=pytest.mark.nightly) for point in [*POINTS][2:4]),
+        pytest.param("checkpoint.writing", "sgd", marks=pytest.mark.nightly),
+        *(pytest.param(point, "total", marks=pytest.mark.nightly) for point in ("parent.dispatched", "parent.heard")),
     ],
 )
 def test_a_killed_parent_leaves_nothing(run: Play, point: str, work: str) -> None:

@@ -80,7 +80,7 @@ def same(one: Seen, other: Seen, of_f: int, of_x: int) -> None:
 @given(powers, powers)
 @example(166, -166)
 @example(-166, 166)
-@settings(deadline=None, max_examples=6)
+@settings(deadline=None, max_examples=3)
 def test_of_descent(kind: str, function: str, of_f: int, of_x: int) -> None:
     plain, x = FUNCTIONS[function]
     options = {"max_iter": 40, "tolerance_change": 0.0}

@@ -20,7 +20,7 @@ SOME = "do_not_depend or failed_step or goes_on_in_one or is_one_error"
     "workers, some",
     [
         ("1 1", SOME),
-        pytest.param("1 1", "", marks=pytest.mark.slow),
+        pytest.param("1 1", "", marks=pytest.mark.nightly),
         pytest.param("2 1", "", marks=pytest.mark.nightly),
     ],
 )
