@@ -7,7 +7,7 @@ from statistics import median
 
 from batchopt._function.costs import SHORT, Configuration, Outlook
 
-# Short evaluations that are made before a share is probed.
+# Evaluations after which a share is probed in any case; short ones are timed so often.
 MANY = 40
 # Fewer threads are given up at once if they take this many times as long as more.
 HOPELESS = 1.5
@@ -86,8 +86,8 @@ class Choice:
 
     @property
     def is_due(self) -> bool:
-        """Tell whether a share is to be probed now: workers could have paid for their start, or evaluations are short,
-        so that fewer threads may be faster, and many were made."""
+        """Tell whether a share is to be probed now: workers could have paid for their start, or so many evaluations
+        were made that a share or two more cost little, and tell whether fewer threads may be faster."""
         if self.phase is not Phase.PROBE:
             return False
         saved = self.outlook.least * (1 - 1 / self.share.workers)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 GAIN = 0.97
 # The fraction of the expected time that is hoped of the neighbours of the fastest configuration.
 DOUBT = 0.8
-# Seconds of the longest evaluation for which fewer threads may be faster, of a batch that no worker can share.
+# Seconds of the longest evaluation that is short: fewer threads may be faster, even if no share of it can be timed.
 SHORT = 0.02
 # Seconds of coordination of an evaluation by workers: in any case, for each of them, and for each byte of a gradient.
 COORDINATION, EACH, BYTE = 2e-4, 1e-5, 1e-10
