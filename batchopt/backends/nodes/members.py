@@ -89,14 +89,16 @@ class Members:
         until = time.monotonic() + patience
         while (waiting := self.roster.at(State.PLACED)) and not self._report(waiting):
             self._check_stopped()
-            if time.monotonic() > until:
+            gone = next((why for member in waiting if (why := member.placed.gone()) is not None), None)
+            if gone is not None or time.monotonic() > until:
+                for member in waiting:
+                    self._report([member])  # versions that differ are the better reason
                 raise WorkerStartError(
-                    f"no worker was placed within {patience:.0f} s (`timeout`), and there is room for "
+                    f"workers do not start: {gone}"
+                    if gone is not None
+                    else f"no worker was placed within {patience:.0f} s (`timeout`), and there is room for "
                     f"{self.roster.free()} more now"
                 )
-            gone = next((why for member in waiting if (why := member.placed.gone()) is not None), None)
-            if gone is not None:
-                raise WorkerStartError(f"workers do not start: {gone}")
             time.sleep(0.005)
 
     def _report(self, members: Sequence[Member]) -> bool:

@@ -60,8 +60,8 @@ class Evaluation(NamedTuple):
 
 class Team:
     """The members of `group`, each of which has the workers of some `ranks`, in its `local` backend; None if this one
-    has none. `takers` get the sums. With `fixed_bits` these do not depend on which member has which ranks, unless
-    gradients are compressed on the `wire`."""
+    has none. `takers` get the sums: all, or the one at place 0. With `fixed_bits` these do not depend on which member
+    has which ranks, unless gradients are compressed on the `wire`."""
 
     def __init__(
         self,
