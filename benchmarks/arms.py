@@ -9,10 +9,12 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
+from threading import Lock
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed
@@ -25,6 +27,9 @@ from benchmarks.workloads import Workload, build
 # Evaluations in a row, of which the first does not count: it finds cold caches, as no optimizer's second one does.
 BURST = 4
 ROUNDS = 8
+# Evaluations after which "auto" must have chosen.
+MOST = 3000
+_STARTS = Lock()
 
 # Made in the process of the arm; returns what is timed.
 Make = Callable[..., Callable[[], object]]
@@ -36,13 +41,15 @@ class Arm:
     def __init__(
         self, make: Make, *arguments: Any, processes: int = 1, environment: Mapping[str, str] = MappingProxyType({})
     ) -> None:
-        before = dict(os.environ)
-        os.environ.update(environment)
-        try:
-            self._start(make, arguments, processes)
-        finally:
-            os.environ.clear()
-            os.environ.update(before)
+        with _STARTS:  # arms may be started at the same time
+            before = dict(os.environ)
+            os.environ.update(environment)
+            try:
+                self._start(make, arguments, processes)
+            finally:
+                os.environ.clear()
+                os.environ.update(before)
+        self._answers()
 
     def _start(self, make: Make, arguments: Sequence[Any], processes: int) -> None:
         context = mp.get_context("spawn")
@@ -57,7 +64,6 @@ class Arm:
             theirs.close()
             self._ends.append(ours)
             self._processes.append(process)
-        self._answers()
 
     def _answers(self) -> list[Any]:
         return [end.recv() for end in self._ends]
@@ -74,6 +80,12 @@ class Arm:
             end.send(None)
         for process in self._processes:
             process.join()
+
+
+def start(ways: Mapping[str, Callable[[], Arm]]) -> dict[str, Arm]:
+    """Start arms, as many at a time as there are four cores for each."""
+    with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // 4)) as pool:
+        return dict(zip(ways, pool.map(lambda way: way(), ways.values()), strict=True))
 
 
 def free_port() -> int:
@@ -150,16 +162,29 @@ class Apart:
         self._case.loss(self._case.module, self._case.inputs, self._case.targets).backward()  # type: ignore[no-untyped-call]
 
 
-class Ours:
-    """One evaluation by workers."""
+class Said(batchopt.Observer):
+    """Prints what was decided."""
 
-    def __init__(self, workload: str, parallelize: int, options: Mapping[str, Any] = MappingProxyType({})) -> None:
+    def decided(self, message: str) -> None:
+        """Print it."""
+        print(message, flush=True)
+
+
+class Ours:
+    """One evaluation by workers; those of `"auto"`: until it has chosen, which it says."""
+
+    def __init__(
+        self, workload: str, parallelize: int | Literal["auto"], options: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
         case = build(workload)
-        self._opt = batchopt.BatchOptimizer(
+        self._opt = opt = batchopt.BatchOptimizer(
             case.module, loss_fn=case.loss, optimizer=None, parallelize=parallelize, **options
         )
-        self._opt.load(case.inputs, case.targets)
-        self.module, self.close = case.module, self._opt.close
+        opt.load(case.inputs, case.targets)
+        self.module, self.close = case.module, opt.close
+        with opt.observe(Said()):
+            while parallelize == "auto" and "parallelize" not in opt.state_dict() and opt.eval_counter < MOST:
+                opt.evaluate()
 
     def __call__(self) -> float:
         return self._opt.evaluate().item()

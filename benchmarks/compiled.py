@@ -70,9 +70,10 @@ def potential_loss(
     """Squares of the errors of energies and forces."""
     energies, forces = targets
     positions.requires_grad_()
-    i, j = torch.triu_indices(positions.shape[1], positions.shape[1], 1)
+    i, j = torch.triu_indices(positions.shape[1], positions.shape[1], 1, device=positions.device)
     r = (positions[:, i] - positions[:, j]).square().sum(2).sqrt()
-    basis = torch.exp(-4 * (r[..., None] - torch.linspace(0, 4, 16, dtype=r.dtype)).square())
+    centers = torch.linspace(0, 4, 16, dtype=r.dtype, device=r.device)
+    basis = torch.exp(-4 * (r[..., None] - centers).square())
     energy = (module(basis)[..., 0] * torch.exp(-r)).sum(1)
     (slope,) = torch.autograd.grad(energy.sum(), positions, create_graph=True)
     loss: torch.Tensor = (energy - energies).square().sum() + (slope + forces).square().sum()

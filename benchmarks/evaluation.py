@@ -6,7 +6,9 @@ nothing in common, each with its part of the batch. `efficiency` is (one thread 
 all are better when larger. `limit` is the efficiency of the limit: what the machine's memory, caches and neighbours
 leave of it.
 
-    python -m benchmarks.evaluation [--workloads mlp cnn ...] [--parallelize 2] [--rounds 8]
+    python -m benchmarks.evaluation [--workloads mlp cnn ...] [--parallelize 2] [--rounds 8] [--compile]
+
+`--compile` has workers evaluate a compiled function, for which a quarter of a minute is spent beforehand.
 """
 
 from __future__ import annotations
@@ -17,20 +19,22 @@ import statistics
 import torch
 
 from batchopt.backends.process.forkserver import worker_environment
-from benchmarks.arms import ROUNDS, Apart, Arm, Distributed, Ours, Plain, take_turns
+from benchmarks.arms import ROUNDS, Apart, Arm, Distributed, Ours, Plain, start, take_turns
 from benchmarks.findings import Finding, publish
 from benchmarks.workloads import WORKLOADS
 
 
-def measure(workload: str, parallelize: int, rounds: int) -> dict[str, float]:
+def measure(workload: str, parallelize: int, rounds: int, compiled: bool) -> dict[str, float]:
     """The median seconds of each way."""
-    arms = {
-        "one thread": Arm(Plain, workload, 1),
-        "all cores": Arm(Plain, workload, torch.get_num_threads()),
-        "ddp": Arm(Distributed, workload, processes=parallelize),
-        "limit": Arm(Apart, workload, processes=parallelize, environment=worker_environment(1)),
-        "ours": Arm(Ours, workload, parallelize),
-    }
+    arms = start(
+        {
+            "one thread": lambda: Arm(Plain, workload, 1),
+            "all cores": lambda: Arm(Plain, workload, torch.get_num_threads()),
+            "ddp": lambda: Arm(Distributed, workload, processes=parallelize),
+            "limit": lambda: Arm(Apart, workload, processes=parallelize, environment=worker_environment(1)),
+            "ours": lambda: Arm(Ours, workload, parallelize, {"compile": compiled}),
+        }
+    )
     try:
         return take_turns(arms, rounds=rounds)
     finally:
@@ -62,19 +66,21 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
     parser.add_argument("--parallelize", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--compile", action="store_true")
     given = parser.parse_args()
     columns = ["one thread", "all cores", "ddp", "limit", "ours"]
     ratios = ["efficiency", "all cores /", "ddp /", "limit"]
     print(f"{'ms':8}" + "".join(f"{column:>12}" for column in [*columns, *ratios]))
     results = {}
     for name in given.workloads:
-        results[name] = times = measure(name, given.parallelize, given.rounds)
+        results[name] = times = measure(name, given.parallelize, given.rounds, given.compile)
         ideal = times["one thread"] / given.parallelize
         found = [ideal / times["ours"], *(times[peer] / times["ours"] for peer in columns[1:3]), ideal / times["limit"]]
         row = "".join(f"{times[column] * 1e3:12.2f}" for column in columns)
         print(f"{name:8}{row}" + "".join(f"{ratio:12.2f}" for ratio in found), flush=True)
-    details = {"parallelize": given.parallelize, "seconds": results}
-    publish("evaluation", judge(results, given.parallelize), details)
+    details = {"parallelize": given.parallelize, "compile": given.compile, "seconds": results}
+    kind = "_compiled" * given.compile + f"_{given.parallelize}" * (given.parallelize != 2)
+    publish(f"evaluation{kind}", judge(results, given.parallelize), details)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -120,8 +121,75 @@ def matrix(rows: int, columns: int) -> Callable[[], Workload]:
 WORKLOADS: dict[str, Callable[[], Workload]] = {"mlp": mlp, "cnn": cnn, "pinn": pinn, "logreg": logreg, "wide": wide}
 
 
+def dense(layers: list[int], samples: int) -> Callable[[], Workload]:
+    """A regression by a network with tanh."""
+
+    def make() -> Workload:
+        parts: list[nn.Module] = []
+        for inputs, outputs in pairwise(layers):
+            parts += [nn.Linear(inputs, outputs), nn.Tanh()]
+        data = torch.randn(samples, layers[0]), torch.randn(samples, layers[-1])
+        return Workload(nn.Sequential(*parts[:-1]), Supervised(nn.MSELoss()), *data)
+
+    return make
+
+
+def physics(samples: int) -> Callable[[], Workload]:
+    """Burgers' equation, with second derivatives."""
+
+    def make() -> Workload:
+        module = dense([2, *[20] * 8, 1], 1)().module
+        return Workload(module, burgers, torch.rand(samples, 2), None)
+
+    return make
+
+
+def convolutional(samples: int) -> Callable[[], Workload]:
+    """Two convolutions on images of 28x28."""
+
+    def make() -> Workload:
+        body = (nn.Conv2d(1, 16, 3), nn.ReLU(), nn.Conv2d(16, 32, 3, stride=2), nn.ReLU(), nn.Flatten())
+        module = nn.Sequential(*body, nn.LazyLinear(10))
+        images = torch.randn(samples, 1, 28, 28)
+        module(images[:1])
+        return Workload(module, Supervised(nn.CrossEntropyLoss()), images, torch.randint(0, 10, (samples,)))
+
+    return make
+
+
+def recurrent() -> Workload:
+    """Sequences of 30."""
+    return Workload(Recurrent(), Supervised(nn.MSELoss()), torch.randn(256, 30, 16), torch.randn(256, 1))
+
+
+def attention() -> Workload:
+    """Two layers of a transformer on sequences of 32."""
+    layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
+    module = nn.Sequential(nn.TransformerEncoder(layer, 2), nn.Flatten(), nn.Linear(32 * 64, 1))
+    return Workload(module, Supervised(nn.MSELoss()), torch.randn(128, 32, 64), torch.randn(128, 1))
+
+
+FUNCTIONS: dict[str, Callable[[], Workload]] = {
+    "20-20, 10,000": dense([2, 20, 20, 1], 10_000),
+    "20-20, 20,000": dense([2, 20, 20, 1], 20_000),
+    "20 layers of 64, 1,000": dense([16, *[64] * 20, 1], 1000),
+    "20 layers of 64, 20,000": dense([16, *[64] * 20, 1], 20_000),
+    "784-256-10, 512": dense([784, 256, 10], 512),
+    "784-256-10, 8,192": dense([784, 256, 10], 8192),
+    "1024-1024-1024-10, 256": dense([1024, 1024, 1024, 10], 256),
+    "Burgers, 300": physics(300),
+    "Burgers, 3,000": physics(3000),
+    "Burgers, 30,000": physics(30_000),
+    "Burgers, 100,000": physics(100_000),
+    "convolutions, 64": convolutional(64),
+    "convolutions, 1,024": convolutional(1024),
+    "GRU, 256 of 30": recurrent,
+    "transformer, 128 of 32": attention,
+}
+
+
 def build(name: str) -> Workload:
     """The workload `name`, the same each time."""
     torch.manual_seed(0)
     others = {"tiny": tiny, "10,000": matrix(100, 100), "8.4 million": matrix(4096, 2048)}
-    return {**WORKLOADS, **others}[name]()
+    return {**WORKLOADS, **FUNCTIONS, **others}[name]()

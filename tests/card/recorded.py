@@ -85,7 +85,9 @@ class _Tape(_python_dispatch.TorchDispatchMode):  # type: ignore[no-untyped-call
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
+        is_masked = any(tensor.dtype == torch.bool for tensor in tensors_in(args[1:2]))
+        waits = torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+        if is_masked if func._schema.name.startswith("aten::index") else waits:
             raise RuntimeError("operation not permitted when stream is capturing")
         found = func(*args, **kwargs)
         if any(tensor.device.type != self._kind for tensor in tensors_in((args, kwargs, found))):

@@ -215,7 +215,8 @@ OBSTACLES: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], str]] = 
     "branches": (lambda net, y: y if net.constant[0] > 1 else -y, "waits for elements"),
     "masks": (lambda net, y: y + y[y > 0.5].sum(), "waits for elements"),
     "counts": (counted, "change attributes"),
-    "keeps": (kept, "change attributes"),
+    "writes by a mask": (lambda net, y: torch.index_put(y, (y > 0.5,), y.sum() * 0), "waits for elements"),
+    "keeps": (kept, "is kept with its autograd graph"),
     "uses the CPU": (lambda net, y: y * torch.tensor(1.5), "not on the card"),
     "draws in NumPy": (lambda net, y: y * float(np.random.rand()), "generators of NumPy or Python"),
     "draws in Python": (lambda net, y: y * random.random(), "generators of NumPy or Python"),
@@ -345,6 +346,34 @@ def test_a_program_that_changes_all_the_time_is_recorded_more_and_more_rarely(
             for _ in range(evaluations):
                 opt.evaluate()
     assert len(recorded) <= most
+
+
+def test_indices_are_recorded(recorded: list[Any], device: torch.device) -> None:
+    """Unlike masks, of which nobody knows how many elements they pick."""
+    one, two = torch.triu_indices(3, 3, 1, device=device)
+
+    def pairs(net: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        hidden = net.first(x)
+        found: torch.Tensor = (hidden[:, one] - hidden[:, two] - y[:, :1]).square().mean()
+        return found
+
+    says = alike(recorded, device, around(CHANGES["nothing"]), loss_fn=pairs)
+    assert says == "1 recorded"
+
+
+def test_a_kept_output_puts_recording_off(recorded: list[Any], device: torch.device) -> None:
+    """The nodes of its autograd graph belong to a stream that is not recorded."""
+    with built(device, True) as opt:
+        x, y = there(device)
+        output = opt.module(x)
+        opt.load(x, y)
+        for _ in range(3):
+            opt.evaluate()
+        assert "is kept with its autograd graph" in status(opt)
+        del output
+        for _ in range(3):
+            opt.evaluate()
+        assert status(opt) == "1 recorded"
 
 
 def test_graphs_can_be_left_out(recorded: list[Any], device: torch.device) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
@@ -45,7 +47,8 @@ class CudaRecording:
         try:
             # what other threads do meanwhile, such as pinning memory for the next batch, does not concern the graph
             pool = GraphMemory.of(self._device)
-            with torch.cuda.graph(self._graph, pool=pool.handle, stream=aside, capture_error_mode="thread_local"):
+            recording = torch.cuda.graph(self._graph, pool.handle, aside, capture_error_mode="thread_local")
+            with without_collection(), recording:
                 found = function()
             pool.users.add(self)
             return found
@@ -56,6 +59,19 @@ class CudaRecording:
     def replay(self) -> None:
         """See `Recording.replay`."""
         self._graph.replay()
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Have no garbage collected in the body: older graphs and pinned memory among it are freed by calls of the driver
+    that end a recording."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class GraphMemory:

@@ -16,6 +16,9 @@ from batchopt_workers.data.structures import tensors_in
 from batchopt_workers.process.torch_settings import module_hooks
 
 _OF_DATA = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
+# Operations that take a list of indices, and wait for elements only where one of these is a mask.
+_BY_INDICES = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
+_MASKS = torch.bool, torch.uint8
 
 
 class Rehearsal(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -38,7 +41,11 @@ class Rehearsal(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _obstacle(self, func: Any, given: Any, found: Any) -> str | None:
         name = func._schema.name.removeprefix("aten::")
-        if any(tag in func.tags for tag in _OF_DATA):
+        if name in _BY_INDICES:
+            waits = any(index is not None and index.dtype in _MASKS for index in given[0][1])
+        else:
+            waits = any(tag in func.tags for tag in _OF_DATA)
+        if waits:
             return f"'{name}' waits for elements (as .item(), an `if` of a tensor, or a boolean mask do)"
         if any(tensor.device.type != self._type for tensor in tensors_in((given, found))):
             return f"'{name}' uses a tensor that is not on the card (on the CPU, say, even if it is a single number)"
@@ -58,3 +65,24 @@ def obstacle_of(module: torch.nn.Module) -> str | None:
             if registry.endswith("_hooks") and registry.startswith(("_forward", "_backward")) and found:
                 return f"'{name}' has hooks"
     return None
+
+
+def is_held(parameters: Sequence[torch.Tensor]) -> bool:
+    """Tell whether something refers to an autograd graph of these parameters, such as an output that is kept.
+
+    Its nodes that add gradients up are used again by the next backward, in the stream in which they were made: a
+    recording, which is made in another one, ends with an error of the driver. Such a node keeps its metadata as long as
+    anything refers to it.
+    """
+    mark = object()
+    for parameter in parameters:
+        if parameter.requires_grad:
+            _metadata(parameter)[__name__] = mark
+            if _metadata(parameter).pop(__name__, None) is mark:
+                return True
+    return False
+
+
+def _metadata(parameter: torch.Tensor) -> Any:
+    """Return the metadata of the node that adds up its gradients, which is made anew where nothing refers to it."""
+    return torch.autograd.graph.get_gradient_edge(parameter).node.metadata

@@ -87,10 +87,10 @@ class GradientWork:
         self.paired: bool | None = None  # the `hooked` for which outputs and targets of the batch were compared
 
     def _eagerly(self, piece: Piece) -> torch.Tensor:
-        """Return the loss of a piece, with gradients at the parameters."""
+        """Return the loss of a piece, without its graph, and leave gradients at the parameters."""
         value = self._loss.of(piece, piece.term)
         value.backward()  # type: ignore[no-untyped-call]
-        return value
+        return value.detach()
 
     def do(self, pieces: Iterable[Piece], loaded: LoadedBatch, step: int, chunk: int, number: int) -> ChunkResult:
         """See `Work.do`."""
@@ -127,7 +127,8 @@ class GradientWork:
                 torch._C._set_grad_enabled(False)
                 collect(enumerate(parameters), row, weight, used, chunk)
                 torch._C._set_grad_enabled(True)
-                made.append(output)
+                if outputs is not None:
+                    made.append(output)
                 if self.paired != hooked and loss.objectives[term].compares_pairs:
                     loss.objectives[term].check_pairs(output, sample.targets)
         self.paired = hooked
