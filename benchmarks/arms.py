@@ -83,8 +83,8 @@ class Arm:
 
 
 def start(ways: Mapping[str, Callable[[], Arm]]) -> dict[str, Arm]:
-    """Start arms, as many at a time as there are four cores for each."""
-    with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // 4)) as pool:
+    """Start arms, as many at a time as there are two cores for each."""
+    with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // 2)) as pool:
         return dict(zip(ways, pool.map(lambda way: way(), ways.values()), strict=True))
 
 
