@@ -9,7 +9,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -32,16 +33,17 @@ PATIENCE = 30.0
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test that is `sampled` the first case is run more often than the others: these are slow, or, where it is
-    slow, of the night."""
-    seen = set()
+    """Of the cases of a test that is `sampled(n)` the first of each n are run more often than the others: these are
+    slow, or, where it is slow, of the night. Without n it is the first of all."""
+    counts = Counter[str]()
     for item in items:
+        sampled = item.get_closest_marker("sampled")
         marks = {mark.name for mark in item.iter_markers()}
-        if "sampled" in marks and "nightly" not in marks:
+        if sampled is not None and "nightly" not in marks:
             test = item.nodeid.partition("[")[0]
-            if test in seen:
+            if counts[test] % (sampled.args[0] if sampled.args else len(items)):
                 item.add_marker("nightly" if "slow" in marks else "slow")
-            seen.add(test)
+            counts[test] += 1
 
 
 def named_memory() -> set[str]:
@@ -72,18 +74,26 @@ def of_others() -> set[str]:
     return found
 
 
-def listening(pids: list[int]) -> set[str]:
-    """The sockets, TCP and Unix, on which one of the processes listens."""
-    inodes = {}
+def sockets(pids: list[int]) -> dict[str, int]:
+    """The sockets that the processes have, and whose each is."""
+    found = {}
     for pid in pids:
-        try:
-            with os.scandir(f"/proc/{pid}/fd") as entries:
-                for entry in entries:
+        with suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:
+            for entry in entries:
+                with suppress(OSError):
                     target = os.readlink(entry.path)
                     if target.startswith("socket:["):
-                        inodes[target[len("socket:[") : -1]] = pid
-        except OSError:
-            continue
+                        found[target[len("socket:[") : -1]] = pid
+    return found
+
+
+def listening(pids: list[int]) -> set[str]:
+    """The sockets, TCP and Unix, on which one of the processes listens."""
+    return listeners(sockets(pids))
+
+
+def listeners(inodes: Mapping[str, int]) -> set[str]:
+    """Those of the sockets on which somebody listens."""
     found: set[str] = set()
     if not inodes:
         return found
@@ -141,7 +151,7 @@ def collect_garbage() -> None:
 def nothing_left_behind() -> Iterator[None]:
     """Fail a test that leaves a child process, a name in /dev/shm, a listening socket or a thread."""
     me = os.getpid()
-    names, sockets, threads = named_memory(), listening([me]), threading.active_count()
+    names, before, threads = named_memory(), sockets([me]), threading.active_count()
     children = descendants(me)
     yield
     collect_garbage()
@@ -155,7 +165,8 @@ def nothing_left_behind() -> Iterator[None]:
     while (made := shared_memory() - names) and time.monotonic() < deadline:
         threading.Event().wait(0.01)
     assert not made, f"names left in /dev/shm: {made}"
-    assert listening([me]) <= sockets
+    new = {inode: pid for inode, pid in sockets([me]).items() if inode not in before}
+    assert not listeners(new)
     deadline = time.monotonic() + PATIENCE
     while threading.active_count() > threads and time.monotonic() < deadline:
         threading.Event().wait(0.01)

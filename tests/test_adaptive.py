@@ -49,7 +49,8 @@ def probabilities(module: nn.Module, k: float, c: float) -> torch.Tensor:
     return weights / weights.sum()
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("k", "c"), [(1.0, 1.0), (3.0, 0.0), (0.5, 2.0), (0.0, 0.0)])
 def test_points_are_drawn_with_the_published_probabilities(monkeypatch: pytest.MonkeyPatch, k: float, c: float) -> None:
     drawn = torch.zeros(len(POINTS), dtype=torch.float64)

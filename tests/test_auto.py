@@ -241,6 +241,8 @@ def locked(lock: Any, output: torch.Tensor, targets: torch.Tensor) -> torch.Tens
     return nn.functional.mse_loss(output, targets)
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("two_cores")
 @pytest.mark.parametrize(
     ("criterion", "reason"),

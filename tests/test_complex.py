@@ -116,7 +116,8 @@ def close(found: Any, right: Any, tolerance: float = 1e-10) -> None:
     torch.testing.assert_close(found, right, rtol=tolerance, atol=tolerance * float(right.abs().max()))
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
+@pytest.mark.sampled(3)
 @EACH
 @PAIR
 @pytest.mark.filterwarnings("ignore:.*rows of the Jacobian took a backward each")

@@ -142,6 +142,7 @@ def tokens(longest_first: bool) -> torch.Tensor:
     return torch.where(torch.arange(TOKENS) < lengths[:, None], torch.arange(60)[:, None] % 3, PADDING)
 
 
+@pytest.mark.sampled(3)
 @WAYS
 @pytest.mark.parametrize(
     "criterion, inputs, targets",
@@ -366,6 +367,7 @@ PAIRS = [nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.PoissonNLLLoss
 PAIRS.append(nn.MultiLabelSoftMarginLoss)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore:Using a target size", "ignore:reduction")
 @pytest.mark.parametrize("options", [{}, {"chunk_size": 12}, {"parallelize": 2}], ids=["whole", "chunks", "workers"])
 @pytest.mark.parametrize("kind", PAIRS)

@@ -44,6 +44,7 @@ def program() -> dict[str, Any]:
     return {"module": module, "criterion": Scaled(2.0), "loss_fn": functools.partial(loss_fn, power=3)}
 
 
+@pytest.mark.slow
 def test_equal_programs_have_equal_descriptions_in_other_processes() -> None:
     code = "from tests.test_description import *; print(digest(describe(program())))"
     found = {

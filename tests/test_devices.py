@@ -143,6 +143,8 @@ def replays(worker: Worker) -> int:
     return sum(recording.replays for recording in Recorded.made)
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", [mlp, cnn, burgers], ids=lambda case: case.__name__)
 @pytest.mark.parametrize("chunk_size", [None, 4])
 def test_workers_on_devices_record_what_repeats(case: Callable[[], Workload], chunk_size: int | None) -> None:

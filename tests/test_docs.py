@@ -55,7 +55,8 @@ def prose(page: Path) -> str:
 # Programs
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "page",
     [page for page in DOCS if programs(page) and page not in (RECIPES, LIBRARIES, LOGGING)],
@@ -71,6 +72,7 @@ def test_the_blocks_of_a_page_run_one_after_the_other(
 ALONE = ["Two optimizers over one module", pytest.param("pytorch-pfn-extras", marks=pytest.mark.nightly)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heading", ALONE)
 def test_recipes_that_stand_alone_run(heading: str, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
@@ -332,6 +334,7 @@ def test_the_readme_is_short() -> None:
 # Examples
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("example", sorted((ROOT / "docs" / "examples").glob("*.py")), ids=lambda path: path.stem)
 def test_examples_are_short_and_do_what_they_say(example: Path, tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def test_what_a_child_writes_is_its_own_and_it_keeps_the_values_of_its_beginning
         opt.close()
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "state, workers",
     [
@@ -262,6 +262,7 @@ def no_fork(*given: Any) -> Any:
     return given[-1] if len(given) == 3 else 1
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("where", ["prehook", "posthook", "forward", "run_on_workers", "collect", "total"])
 def test_a_copy_of_a_worker_that_comes_back_from_the_users_code_ends(where: str) -> None:
     expected, _ = run(no_fork, where)

@@ -406,6 +406,7 @@ def asked(batch: tuple[Any, ...], options: dict[str, Any], plain: Plain, module:
         return [f.item(), gradient, losses, gradients, *map(torch.tensor, ahead)]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.filterwarnings("ignore:.* for . workers")
 @pytest.mark.parametrize("name", FORMS)
 def test_each_form_has_the_numbers_of_plain_torch_and_the_bits_of_one_worker(name: str) -> None:

@@ -107,6 +107,7 @@ def with_lists(opt: BatchOptimizer) -> None:
     opt.predict(X)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("parallelize", [1, 2])
 @pytest.mark.parametrize("work", [with_tensors, with_a_dataset, with_lists])
 def test_what_a_signal_handler_raises_comes_as_it_is(work: Callable[[BatchOptimizer], None], parallelize: int) -> None:

@@ -58,6 +58,7 @@ class Bent(Mlp):
         return y
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @EACH
 @pytest.mark.filterwarnings("ignore:.*rows of the Jacobian took a backward each")
@@ -164,6 +165,7 @@ def test_samples_that_are_coupled_in_a_later_batch_are_found_where_they_are_eval
 # ---- lists of samples, sparse gradients
 
 
+@pytest.mark.sampled
 @EACH
 @pytest.mark.filterwarnings("ignore:.*rows of the Jacobian took a backward each")
 def test_a_list_of_samples(parallelize: int) -> None:
@@ -198,6 +200,7 @@ def test_samples_of_any_number_of_residuals(parallelize: int) -> None:
         torch.testing.assert_close(torch.from_numpy(opt.objective().least_squares().jac(opt.parameters)), rows * 2**0.5)
 
 
+@pytest.mark.sampled
 @EACH
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.filterwarnings("ignore:.*rows of the Jacobian took a backward each")

@@ -41,7 +41,8 @@ def optimizer_of(workers: int, **options: Any) -> batchopt.BatchOptimizer:
     return batchopt.BatchOptimizer(Wave(), torch.nn.MSELoss(), parallelize=workers, chunk_size=10, **options)
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("choice", CHOICES)
 def test_ends_are_those_of_runs_one_by_one(choice: str) -> None:
     steps = 5 if choice == "adam" else 1

@@ -263,7 +263,7 @@ def test_what_is_frozen_between_two_calls_has_no_columns(parallelize: int) -> No
         assert int((found.matrix.diagonal() == 0).sum()) == 1
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("products", [False, True])
 def test_scipy_takes_it_with_bounds_and_robust_losses(products: bool) -> None:
     torch.manual_seed(0)

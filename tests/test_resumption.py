@@ -60,6 +60,7 @@ def everything(tmp_path: Path) -> Any:
     return found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("here", KINDS)
 def test_a_state_of_another_class_is_refused_and_names_both(here: str, everything: Any, tmp_path: Path) -> None:
     path = tmp_path / "state"

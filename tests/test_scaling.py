@@ -101,6 +101,7 @@ def test_it_is_of_this_machine() -> None:
             opt.scaling()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [
@@ -137,6 +138,7 @@ def test_speeds_that_were_given_and_outputs_that_are_kept_stay() -> None:
             opt.resize(3)
 
 
+@pytest.mark.slow
 def test_a_report_of_a_problem() -> None:
     done = subprocess.run([sys.executable, "-m", "batchopt"], capture_output=True, text=True, check=True)
     assert f"torch {torch.__version__}" in done.stdout and re.search(r"cores +\d+ of \d+, \d+ threads", done.stdout)

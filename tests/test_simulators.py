@@ -123,6 +123,7 @@ def test_single_precision_moves_by_what_it_can_represent() -> None:
     torch.testing.assert_close(found.double(), expected, rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["lm", "lbfgs", "products"])
 def test_optimizers_find_what_they_find_with_a_graph(kind: str) -> None:
     targets = torch.as_tensor(waves([1.0, 0.5, -1.5, 0.5], TIMES.numpy()))
@@ -140,6 +141,7 @@ def test_optimizers_find_what_they_find_with_a_graph(kind: str) -> None:
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_bits_depend_on_no_worker_and_errors_of_the_fit_are_those_of_scipy() -> None:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

@@ -79,7 +79,8 @@ def test_asked_by_its_callback_the_step_ends_there_and_the_next_one_goes_on(para
         assert torch.equal(opt.parameters, whole(5))
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", KINDS)
 def test_a_step_in_pieces_has_the_bits_of_a_whole_one_also_by_way_of_a_file(name: str, tmp_path: Path) -> None:
     def points(cuts: Sequence[int], dtype: torch.dtype) -> list[tuple[float, ...]]:

@@ -43,7 +43,7 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("scale", [0.3, 5.0])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_loss_of_a_step_is_that_of_the_parameters_it_leaves(name: str, scale: float) -> None:

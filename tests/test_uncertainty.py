@@ -253,6 +253,7 @@ def ratios(module: Any) -> torch.Tensor:
     return found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["likelihood", "sandwich", "weighted"])
 @pytest.mark.parametrize("name", MEANS)
 def test_a_mean_and_a_sum_have_the_same_errors(name: str, kind: str) -> None:
@@ -479,6 +480,8 @@ def test_in_single_precision_the_digits_that_are_left_are_right() -> None:
     torch.testing.assert_close(errors[1], errors[0], rtol=10.0 ** -digits[1], atol=0.0)
 
 
+@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["least squares", "likelihood", "sandwich"])
 def test_bits_are_the_same_for_any_number_of_workers(kind: str) -> None:
     torch.manual_seed(0)

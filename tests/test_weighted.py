@@ -83,7 +83,8 @@ def plain(loss: str, z: torch.Tensor) -> torch.Tensor:
             return z.atan()
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
+@pytest.mark.sampled(4)
 @EACH
 @ROBUST_LOSSES
 @pytest.mark.parametrize("weights", [None, W])
@@ -198,6 +199,7 @@ def test_at_any_magnitude(loss: str) -> None:
     assert found == sorted(found)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("options", [{"geodesic": True}, {"dense": 0}])
 def test_geodesic_steps_and_products_without_a_matrix(options: dict[str, Any]) -> None:

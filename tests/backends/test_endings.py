@@ -89,6 +89,8 @@ PROGRAMS: dict[str, tuple[str, int]] = {
 }
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(3)
 @SLOW
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_however_a_program_ends_its_processes_do(name: str) -> None:
@@ -156,6 +158,8 @@ def interrupted(script: str, *signals: signal.Signals, busy: int = 1) -> tuple[i
     return code, said, time.monotonic() - started
 
 
+@pytest.mark.slow
+@pytest.mark.sampled
 @SLOW
 @pytest.mark.parametrize("signals", [(signal.SIGINT,), (signal.SIGINT, signal.SIGINT), (signal.SIGTERM,)])
 def test_a_signal_ends_a_busy_program_and_its_workers(signals: tuple[signal.Signals, ...]) -> None:

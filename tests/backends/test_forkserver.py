@@ -158,6 +158,7 @@ def replace(opt: BatchOptimizer) -> None:
     opt.run_on_workers(lambda worker: None)
 
 
+@pytest.mark.slow
 @needs_adoption
 def test_what_a_worker_started_ends_with_it() -> None:
     with small() as opt:
@@ -169,6 +170,7 @@ def test_what_a_worker_started_ends_with_it() -> None:
         assert all(psutil.pid_exists(pid) for pid in [*second, server.pid])
 
 
+@pytest.mark.slow
 @needs_adoption
 def test_what_a_worker_names_in_shared_memory_goes_with_it() -> None:
     def take(worker: Worker) -> list[str]:
@@ -186,6 +188,7 @@ def test_what_a_worker_names_in_shared_memory_goes_with_it() -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_a_slow_start_is_reported_with_what_is_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -45,6 +45,7 @@ def importers(tmp_path: Path, more: str = "", folders: str = "", options: str = 
     return notes.read_text().split(), done.stdout.split()
 
 
+@pytest.mark.slow
 def test_a_library_is_imported_once_for_all_workers_of_all_optimizers(tmp_path: Path) -> None:
     who, expected = importers(tmp_path)
     assert who == expected and len(who) == 2
@@ -53,6 +54,7 @@ def test_a_library_is_imported_once_for_all_workers_of_all_optimizers(tmp_path: 
 STARTS_THREADS = "threading.Thread(target=threading.Event().wait, daemon=True).start()"
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     "given, times",

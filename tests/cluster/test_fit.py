@@ -11,7 +11,7 @@ from tests.ignite.common import Killed
 from tests.ignite.test_resume import run
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_from_this_process_to_a_cluster_to_worker_processes(two_nodes: Cluster, tmp_path: Path) -> None:
     expected = run(tmp_path / "whole")
     for backend, parallelize, last in (("process", 1, 2), ("ray", 3, 5)):

@@ -72,6 +72,7 @@ def test_a_node_that_is_killed_in_mid_step(start: Start, undisturbed: str, tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("way", ["killed", "stopped"])
 def test_an_actor_that_ends_or_stops_in_mid_step(
     two_nodes: Cluster, undisturbed: str, tmp_path: Path, way: str
@@ -89,7 +90,7 @@ def test_an_actor_that_ends_or_stops_in_mid_step(
         found[0].kill()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_all_nodes_lost_is_an_error(start: Start) -> None:
     cluster = start(nodes=1, cores=2)
     case = mlp()
@@ -125,7 +126,7 @@ def test_a_node_that_joins_is_used_from_the_next_step_on(start: Start) -> None:
         assert [worker.pid for worker in opt.workers][:2] == kept  # their own cores are no less room
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_node_that_joins_and_cannot_work_is_left_alone(start: Start) -> None:
     def precode(worker: Worker) -> None:
         if worker.rank > 0:
@@ -144,7 +145,7 @@ def test_a_node_that_joins_and_cannot_work_is_left_alone(start: Start) -> None:
         assert [worker.alive for worker in opt.workers] == [True]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_module_that_the_nodes_lack_is_named(two_nodes: Cluster, tmp_path: Path) -> None:
     (tmp_path / "only_here.py").write_text("from torch import nn\nclass Net(nn.Linear):\n    pass\n")
     with pytest.MonkeyPatch.context() as patch:
@@ -171,14 +172,14 @@ def test_more_workers_than_there_is_room_for(two_nodes: Cluster) -> None:
         assert len(opt.workers) == 9
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_other_versions_on_a_node_are_an_error(two_nodes: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("batchopt.backends.nodes.members.versions", lambda: "Python 3.9.0, torch 1.0.0")
     with pytest.raises(batchopt.WorkerStartError, match=r"torch 2\..*this process has Python 3.9.0, torch 1.0.0"):
         BatchOptimizer(Mlp(), nn.MSELoss(), backend="ray", parallelize=2)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_nodes_without_torch_are_an_error_soon(two_nodes: Cluster, tmp_path: Path) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('not the one you want')")

@@ -134,6 +134,7 @@ CHANGES: dict[str, Callable[[nn.Module, Scaled], object]] = {
 
 
 @pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("change", "parallelize"),
     [
@@ -157,8 +158,7 @@ def test_what_the_user_changes_is_seen(change: str, parallelize: int) -> None:
         assert is_compiled(opt)
 
 
-@pytest.mark.sampled
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("parallelize", [1, 2])
 def test_tensors_lie_in_memory_as_they_like(parallelize: int) -> None:
     """Batches, and what the loss holds; also in evaluations that are not compared."""
@@ -176,7 +176,7 @@ def test_tensors_lie_in_memory_as_they_like(parallelize: int) -> None:
             assert is_compiled(opt)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_tensor_of_another_shape_is_not_read_as_before() -> None:
     scale = torch.ones(3, dtype=torch.float64)
 
@@ -197,6 +197,7 @@ def of_the_surroundings(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("optimizer", "warm", "words"),
     [
@@ -231,7 +232,7 @@ def branches(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tenso
     return 2 * loss if next(module.parameters())[0, 0] > 0 else loss
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("parallelize", [1, 2])
 def test_what_cannot_be_compiled_is_eager_or_an_error(parallelize: int) -> None:
     with make(net(), loss_fn=branches, parallelize=parallelize) as opt:
@@ -272,6 +273,7 @@ def test_each_reason_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
         make(net(), compile=2)
 
 
+@pytest.mark.slow
 def test_the_directory_must_be_ours_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("BATCHOPT_CACHE_DIR", str(tmp_path))
     made = tmp_path / "compiled"

@@ -23,10 +23,10 @@ SOME = re.compile(
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The rest of the contract is slow."""
+    """The rest of the contract is of the night."""
     for item in items:
         if "nodes/test_contract.py" in item.nodeid and not SOME.search(item.name):
-            item.add_marker("slow")
+            item.add_marker("nightly")
 
 
 @pytest.fixture(scope="package", autouse=True)

@@ -33,7 +33,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         local.end()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_bits_are_those_of_one_process_also_after_a_node_was_killed() -> None:
     def after(opt: BatchOptimizer, step: int) -> None:
         assert "compiled (inductor" in repr(opt)

@@ -207,6 +207,7 @@ def test_an_interrupt_leaves_it_usable(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.usefixtures("losses")
 @pytest.mark.parametrize("way", ["a node is killed", "a node is stopped", "a worker is killed"])
 def test_a_process_that_ends_or_stops_in_mid_step(undisturbed: str, tmp_path: Path, way: str) -> None:
@@ -223,7 +224,7 @@ def test_a_process_that_ends_or_stops_in_mid_step(undisturbed: str, tmp_path: Pa
     assert (tmp_path / "done").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("losses")
 def test_a_node_that_is_out_of_reach(undisturbed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It can neither be asked nor ended, and the others' connections to it stay open."""

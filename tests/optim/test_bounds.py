@@ -108,6 +108,7 @@ class Boxed(Problem):
         return torch.cat([*self.result.active.values()])
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("make", MAKES)
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_the_minimum_is_the_published_one(name: str, make: str) -> None:

@@ -72,6 +72,7 @@ def step(opt: BatchOptimizer, dtype: torch.dtype = torch.float64) -> float:
     return opt.step(x, y)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", KINDS | TORCHS)
 def test_it_descends_and_resumes_to_the_bit_with_another_number_of_workers(name: str, tmp_path: Path) -> None:
     for dtype in (torch.float32, torch.float64):
@@ -88,6 +89,7 @@ def test_it_descends_and_resumes_to_the_bit_with_another_number_of_workers(name:
             assert last < first
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", KINDS)
 def test_after_steps_that_failed_everything_runs_on_as_without_them(name: str, tmp_path: Path) -> None:
     """They fail in an evaluation, by a number that is not finite, and once all is done, with learning rates and X

@@ -32,6 +32,7 @@ both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 EXACT = {"tolerance_grad": 1e-9, "tolerance_change": 0.0, "max_iter": 5000}
 
 
+@pytest.mark.sampled(3)
 @every_kind
 @pytest.mark.parametrize("function", [valley, logits])
 def test_the_minimum_is_that_of_a_slow_one(make: Make, function: Function) -> None:
@@ -67,6 +68,7 @@ def test_result_says_what_was_done(make: Make) -> None:
     assert seen[7].number == 8 and seen[-1].evaluations == len(problem.values)
 
 
+@pytest.mark.sampled(3)
 @every_kind
 def test_no_limits_and_no_tolerances_mean_that_it_runs_until_nothing_lower_is_found(make: Make) -> None:
     problem = Problem(make, logits, start(), max_iter=None, **NO_END)
@@ -97,6 +99,7 @@ def test_what_ends_a_step(make: Make) -> None:
     assert torch.equal(problem.x, start())
 
 
+@pytest.mark.sampled(4)
 @every_kind
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("refused", [False, True])
@@ -166,6 +169,7 @@ def test_a_function_that_changes_between_steps_is_told(make: Make) -> None:
     assert problem.result.f < problem.values[-problem.result.evaluations]
 
 
+@pytest.mark.sampled(4)
 @every_kind
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_lower_precision(make: Make, dtype: torch.dtype) -> None:
@@ -228,7 +232,8 @@ def saved(optimizer: Minimizer) -> dict[str, Any]:
     return state
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS)
 @both_dtypes
 def test_at_every_iteration_one_goes_on_from_a_saved_state_with_the_same_bits(kind: str, dtype: torch.dtype) -> None:
@@ -253,6 +258,7 @@ def test_a_state_of_other_parameters_is_refused(make: Make) -> None:
         Problem(make, valley, start(7)).optimizer.load_state_dict(saved(problem.optimizer))
 
 
+@pytest.mark.sampled(3)
 @every_kind
 def test_a_state_that_is_looked_at_within_a_step_changes_nothing(make: Make) -> None:
     found = []

@@ -130,6 +130,7 @@ def run(parallelize: int, **options: Any) -> tuple[float, str, Result]:
         return loss, opt.fingerprint(), opt.optimizer.result
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @OPTIONS
 def test_the_bits_are_those_of_one_process(options: dict[str, Any]) -> None:
@@ -193,7 +194,8 @@ def found(module: nn.Module, parameters: list[nn.Parameter], workers: int, **opt
     return seen
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
+@pytest.mark.sampled(4)
 @OPTIONS
 @pytest.mark.parametrize("pick", ORDERS.values(), ids=ORDERS)
 def test_parameters_may_be_some_in_any_order(pick: Pick, options: dict[str, Any]) -> None:

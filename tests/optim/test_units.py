@@ -74,7 +74,8 @@ def same(one: Seen, other: Seen, of_f: int, of_x: int) -> None:
     assert result.gradient * 2.0 ** (of_x - of_f) == plain.gradient
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("kind", SEARCHES)
 @given(powers, powers)
@@ -112,6 +113,7 @@ def test_in_single_precision_squares_of_gradients_may_be_no_numbers(kind: str, o
     assert problem.step().status is Status.GRADIENT and problem.result.evaluations < 200
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("of_f, of_x", [(1e13, 1e-7), (1e50, 1.0), (1e-50, 1.0), (1.0, 1e50), (1.0, 1e-50)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_any_units_the_minimum_is_found(kind: str, of_f: float, of_x: float) -> None:

@@ -16,6 +16,8 @@ CONTRACT = ["-m", "pytest", "tests/ranks/contract.py", "-q", "-m", "", "-n", "0"
 SOME = "do_not_depend or failed_step or goes_on_in_one or is_one_error"
 
 
+@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "workers, some",
     [

@@ -42,7 +42,8 @@ def test_compiled_evaluations_have_the_bits_of_one_process(tmp_path: Path, monke
     assert expected != alone(20)
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("how", "words"),
     [
@@ -63,6 +64,8 @@ def test_ranks_that_have_come_apart_say_in_what(how: str, words: str) -> None:
         assert re.match(f"NodesDifferError the ranks have diverged: .*{words}", line), line
 
 
+@pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("workers", ["1,1", "1,2"])
 def test_what_forwards_write_and_ids_and_devices_may_differ(workers: str) -> None:
     assert len(set(program("alike", workers))) == len(fingerprints(program("alike", workers)[0])) == 1
@@ -76,6 +79,7 @@ def test_what_one_rank_raises_all_raise_and_go_on(what: str, kinds: list[str]) -
     assert found[0].split()[-1] == found[1].split()[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled
 @pytest.mark.parametrize("when", ["in", "before", "after"])
 def test_a_rank_that_is_killed_is_an_error_of_all_others(when: str) -> None:
@@ -84,23 +88,26 @@ def test_a_rank_that_is_killed_is_an_error_of_all_others(when: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("when", ["in", "before", "after"])
 def test_a_rank_that_is_stopped_is_an_error_within_the_timeout(when: str) -> None:
     found = program("lost", "stop", when, 4, lacking=1)
     assert found == ["NodeLostError rank 1 did not respond for 4 s (`timeout`)"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_other_numbers_of_workers_and_two_optimizers() -> None:
     _, bits, workers, _ = program("resized")[0].split()
     assert (bits, workers) == (alone().split()[1], "3")
 
 
+@pytest.mark.slow
 def test_objects_that_are_longer_than_an_inbox() -> None:
     assert program("large", size=3) == [str(3 * 2**20)] * 3
 
 
 @pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("compress", ["fp16", "bf16", "2bit"])
 def test_compressed_gradients(compress: str) -> None:
     found = program("compressed", compress)
@@ -154,13 +161,14 @@ def test_a_rank_that_is_killed_and_started_again_by_torchrun_ends_with_the_same_
     assert len(found) == 4 and len(set(found)) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @needs_mpirun
 def test_mpirun() -> None:
     assert fingerprints(launch(*MPIRUN, *PROGRAMS, "bits")) == [alone().split()[1]] * 2
 
 
 @pytest.mark.slow
+@pytest.mark.sampled
 @pytest.mark.parametrize("launcher", ["torchrun", pytest.param("mpirun", marks=needs_mpirun)])
 def test_the_program_of_the_page_about_clusters(launcher: str, tmp_path: Path) -> None:
     (program,) = re.findall(r"```py\n(.*?)```", (ROOT / "docs" / "cluster.md").read_text(), re.DOTALL)
@@ -233,7 +241,7 @@ def test_the_job_of_the_page_about_time_limits_goes_on_to_the_bit(tmp_path: Path
     assert torch.equal(pieces, parameters())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_srun_sets() -> None:
     common = environment(SLURM_NTASKS="2", SLURM_NTASKS_PER_NODE="2", SLURM_NODELIST="localhost")
     common["MASTER_PORT"], command = str(free_port()), [sys.executable, *PROGRAMS, "bits"]
