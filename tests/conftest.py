@@ -27,6 +27,8 @@ pytest.register_assert_rewrite("tests.backends.contract")
 hypothesis.settings.register_profile("tests", deadline=None)  # how long an example takes says how busy the machine is
 hypothesis.settings.load_profile("tests")
 
+# Folders whose tests have a process in common that takes long to start: one process of pytest runs them all.
+TOGETHER = "faults", "nodes", "ranks"
 # Seconds that a process may need to be gone after its optimizer is.
 PATIENCE = 30.0
 
@@ -37,6 +39,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     slow, or, where it is slow, of the night. Without n it is the first of all."""
     counts = Counter[str]()
     for item in items:
+        folder = item.path.parent.name
+        if folder in TOGETHER:
+            item.add_marker(pytest.mark.xdist_group(folder))
         sampled = item.get_closest_marker("sampled")
         marks = {mark.name for mark in item.iter_markers()}
         if sampled is not None and "nightly" not in marks:

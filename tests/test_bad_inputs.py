@@ -224,6 +224,7 @@ class Explosive:
         return explode, ()
 
 
+@pytest.mark.slow
 def test_what_cannot_be_sent_or_unpickled_here_is_told() -> None:
     locked = {"a": Term(misfit), "bad": Term(lambda module, x, y: misfit(module, x, y) if LOCK else x)}
     with pytest.raises(TypeError, match=r"a `loss_fn` cannot be sent .* it captures 'loss_fns\[1\]\.LOCK'"):

@@ -74,6 +74,7 @@ class Own(torch.optim.SGD):
         return closure()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("parallelize", [1, 2])
 def test_a_traceback_has_the_frames_of_the_user(parallelize: int, full: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -192,6 +192,7 @@ def test_a_module_without_a_second_derivative_is_an_error_with_torchs_words(para
         assert opt.product_counter == 0
 
 
+@pytest.mark.sampled
 @EACH
 def test_a_product_that_is_not_finite_names_its_sample(parallelize: int) -> None:
     """The second derivative of |x|^1.5 at 0, where loss and gradient are finite."""

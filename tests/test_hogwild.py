@@ -47,6 +47,7 @@ def plain(epochs: int, shuffle: bool) -> tuple[nn.Module, list[float]]:
     return module, losses
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("backend", ["serial", "process", "in one call"])
 def test_one_worker_is_plain_sgd_bit_for_bit(shuffle: bool, backend: str) -> None:
@@ -89,6 +90,7 @@ def test_state_that_nobody_knew_of_is_found_before_any_step_counts(parallelize: 
         assert all(map(torch.equal, module.parameters(), expected.parameters()))
 
 
+@pytest.mark.slow
 def test_several_workers_write_the_same_parameters_and_get_somewhere() -> None:
     module = network()
     with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=2) as opt:
@@ -133,7 +135,7 @@ def test_a_worker_that_is_killed_is_replaced_and_the_others_go_on(tmp_path: Path
         assert nn.functional.mse_loss(module(X), Y).item() < before / 2
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("failing", [False, True])
 def test_who_is_late_has_stopped_writing_when_it_ends(failing: bool, tmp_path: Path) -> None:
     """Nobody steps on mini-batches that another worker is at, and no step is made after the call."""
@@ -166,6 +168,7 @@ def test_who_is_late_has_stopped_writing_when_it_ends(failing: bool, tmp_path: P
         assert torch.equal(opt.parameters, after)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("interruptible")
 def test_who_still_steps_when_the_wait_for_it_is_interrupted_is_replaced(tmp_path: Path) -> None:
     parent = os.getpid()

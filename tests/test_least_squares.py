@@ -80,6 +80,7 @@ def test_products_with_what_can_be_differentiated_once_are_refused(parallelize: 
         assert opt.evaluate() < before
 
 
+@pytest.mark.sampled
 @EACH
 def test_products_through_attention(parallelize: int) -> None:
     torch.manual_seed(0)
@@ -105,6 +106,7 @@ class Coupled(nn.Linear):
         return torch.cat([y, coupled + coupled.mean()])
 
 
+@pytest.mark.sampled
 @EACH
 def test_samples_that_are_coupled_are_found_wherever_they_are(parallelize: int) -> None:
     module = Coupled(3, 2).double()

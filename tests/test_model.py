@@ -445,7 +445,7 @@ def cases(name: str, *marks: pytest.MarkDecorator, **limits: Any) -> Any:
     return case
 
 
-TestSome = cases("Some", max_examples=5, stateful_step_count=15, derandomize=True)
+TestSome = cases("Some", max_examples=3, stateful_step_count=15, derandomize=True)
 TestMany = cases(
     "Many", pytest.mark.slow, pytest.mark.timeout(900), max_examples=6, stateful_step_count=25, derandomize=True
 )

@@ -88,6 +88,7 @@ def test_a_state_of_another_class_is_refused_and_names_both(here: str, everythin
         assert other.evaluate() > 0
 
 
+@pytest.mark.slow
 def test_older_states_which_do_not_say_their_class_load_if_their_options_are_there(everything: Any) -> None:
     for here in list(KINDS)[:-1]:
         with optimizer(here) as one, optimizer(here, steps=2) as other:

@@ -48,6 +48,7 @@ def test_speed_ups_are_of_the_best_this_process_can_and_efficiencies_of_one_thre
     assert Scaling(rows(0.01, 0.02, 0.05, 0.06, 0.07)).summary == "No number of workers is faster than this process."
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("chunk_size", [None, 5])
 def test_it_measures_what_there_is_and_leaves_no_trace(
     chunk_size: int | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

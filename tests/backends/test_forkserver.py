@@ -124,6 +124,7 @@ def test_what_it_says_when_it_cannot_start_is_told(monkeypatch: pytest.MonkeyPat
         multiprocessing.spawn.set_executable(before)
 
 
+@pytest.mark.slow
 def test_it_ends_when_nobody_has_needed_it_for_a_while() -> None:
     script = """
     import os, sys

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from batchopt import BatchOptimizer, NonFiniteError, Term
+from batchopt_workers.graphs.recording import can_add_there
 from tests.card.test_card import data, residual, short, square
 
 pytestmark = pytest.mark.filterwarnings(
@@ -216,7 +217,7 @@ OBSTACLES: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], str]] = 
     "masks": (lambda net, y: y + y[y > 0.5].sum(), "waits for elements"),
     "counts": (counted, "change attributes"),
     "writes by a mask": (lambda net, y: torch.index_put(y, (y > 0.5,), y.sum() * 0), "waits for elements"),
-    "keeps": (kept, "is kept with its autograd graph"),
+    "keeps": (kept, "change attributes" if can_add_there() else "is kept with its autograd graph"),
     "uses the CPU": (lambda net, y: y * torch.tensor(1.5), "not on the card"),
     "draws in NumPy": (lambda net, y: y * float(np.random.rand()), "generators of NumPy or Python"),
     "draws in Python": (lambda net, y: y * random.random(), "generators of NumPy or Python"),
@@ -361,8 +362,11 @@ def test_indices_are_recorded(recorded: list[Any], device: torch.device) -> None
     assert says == "1 recorded"
 
 
-def test_a_kept_output_puts_recording_off(recorded: list[Any], device: torch.device) -> None:
+def test_a_kept_output_puts_recording_off_in_older_torch(
+    recorded: list[Any], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The nodes of its autograd graph belong to a stream that is not recorded."""
+    monkeypatch.setattr("batchopt_workers.graphs.graphs.can_add_there", lambda: False)
     with built(device, True) as opt:
         x, y = there(device)
         output = opt.module(x)
@@ -373,6 +377,18 @@ def test_a_kept_output_puts_recording_off(recorded: list[Any], device: torch.dev
         del output
         for _ in range(3):
             opt.evaluate()
+        assert status(opt) == "1 recorded"
+
+
+@pytest.mark.skipif(not can_add_there(), reason="in this torch the last loss ends a recording")
+def test_losses_with_a_backward_of_their_own_are_recorded(recorded: list[Any], device: torch.device) -> None:
+    """Though the last one, and its autograd graph, is there when the next one is made."""
+    with built(device, True, small) as opt:
+        x, y = there(device)
+        opt.load(x, y)
+        for _ in range(4):
+            loss = opt.loss()
+            loss.backward()  # type: ignore[no-untyped-call]
         assert status(opt) == "1 recorded"
 
 

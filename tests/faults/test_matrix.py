@@ -113,7 +113,6 @@ def deaths() -> list[Any]:
     return paired(rows, lambda row: () if row[:3] in quick or row[::2][:2] == ("after the form", 2) else [SLOW])
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("when, work, parallelize, nth", deaths())
 def test_a_death_at_any_moment_costs_the_chunk_at_hand(
     run: Play, oracle: Play, when: str, work: str, parallelize: int, nth: int
@@ -134,7 +133,6 @@ def deaths_between() -> list[Any]:
     return paired([*rows], lambda row: () if row[:2] == ("before the backward", "task and change") else [SLOW])
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("when, between, parallelize", deaths_between())
 def test_a_worker_that_starts_after_a_task_or_a_change_is_one_like_the_others(
     run: Play, oracle: Play, when: str, between: str, parallelize: int
@@ -159,7 +157,6 @@ def ways() -> Iterable[Any]:
     return paired(rows)
 
 
-@pytest.mark.sampled(3)
 @SLOW
 @pytest.mark.parametrize("way, work, parallelize, nth", ways())
 def test_any_way_to_end_or_to_hang_costs_the_chunk_at_hand(

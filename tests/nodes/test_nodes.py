@@ -79,6 +79,7 @@ def test_a_batch_that_comes_again_is_not_sent_again(monkeypatch: pytest.MonkeyPa
         assert sent == [True, False, False, True, False]
 
 
+@pytest.mark.slow
 def test_a_node_is_sent_its_shard_once(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     x, y = torch.randn(1000, 100), torch.randn(1000, 1)

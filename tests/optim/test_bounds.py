@@ -281,6 +281,7 @@ def counted(n: int, condition: float) -> tuple[int, int]:
     return ours, others
 
 
+@pytest.mark.slow
 def test_no_more_evaluations_than_scipy() -> None:
     counts = [counted(n, condition) for n in (10, 50, 200) for condition in (10.0, 1e3)]
     assert statistics.median(ours / theirs for ours, theirs in counts) < 1.3

@@ -23,7 +23,7 @@ import torch
 from batchopt_workers.compiled.form import PieceForm, arguments_of, form_of
 from batchopt_workers.data.batch import Piece
 from batchopt_workers.data.structures import map_tensors, tensors_in
-from batchopt_workers.graphs.recording import Recording
+from batchopt_workers.graphs.recording import Recording, can_add_there
 from batchopt_workers.graphs.rehearsal import Rehearsal, is_held, obstacle_of
 from batchopt_workers.map.module_state import ModuleState
 from batchopt_workers.map.program import Program
@@ -205,7 +205,7 @@ class Graphs:
         if obstacle is not None:
             self._stop(obstacle)
             return None
-        if is_held(parameters):
+        if not can_add_there() and is_held(parameters):
             self.reason = "an output or a loss from before, of the same parameters, is kept with its autograd graph"
             return None
         try:

@@ -48,7 +48,7 @@ class CudaRecording:
             # what other threads do meanwhile, such as pinning memory for the next batch, does not concern the graph
             pool = GraphMemory.of(self._device)
             recording = torch.cuda.graph(self._graph, pool.handle, aside, capture_error_mode="thread_local")
-            with without_collection(), recording:
+            with without_collection(), adding_there(), recording:
                 found = function()
             pool.users.add(self)
             return found
@@ -72,6 +72,26 @@ def without_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def can_add_there() -> bool:
+    """Tell whether autograd can be told to add gradients up in the stream that is recorded, also by nodes of a graph
+    from before, which belong to another one: without that, as in torch 2.11, such nodes end a recording."""
+    return hasattr(torch.autograd.graph, "set_override_stale_capture_stream")
+
+
+@contextmanager
+def adding_there() -> Iterator[None]:
+    """Tell it that in the body."""
+    if not can_add_there():
+        yield
+        return
+    before = torch._C._override_stale_capture_stream()
+    torch.autograd.graph.set_override_stale_capture_stream(True)
+    try:
+        yield
+    finally:
+        torch.autograd.graph.set_override_stale_capture_stream(before)
 
 
 class GraphMemory:

@@ -68,12 +68,9 @@ def obstacle_of(module: torch.nn.Module) -> str | None:
 
 
 def is_held(parameters: Sequence[torch.Tensor]) -> bool:
-    """Tell whether something refers to an autograd graph of these parameters, such as an output that is kept.
-
-    Its nodes that add gradients up are used again by the next backward, in the stream in which they were made: a
-    recording, which is made in another one, ends with an error of the driver. Such a node keeps its metadata as long as
-    anything refers to it.
-    """
+    """Tell whether something refers to an autograd graph of these parameters, such as an output that is kept: its nodes
+    that add gradients up are used again by the next backward. Such a node keeps its metadata as long as anything refers
+    to it."""
     mark = object()
     for parameter in parameters:
         if parameter.requires_grad:
