@@ -266,6 +266,17 @@ def test_a_batch_is_compared_once_it_is_cut_also_after_a_check_and_batch_norm_is
     assert "BatchNorm1d" in found
 
 
+@pytest.mark.parametrize("seed", [7, 95, 113])
+def test_rounding_of_a_sum_that_cancels_is_no_difference(seed: int) -> None:
+    """By these seeds the sum of normalised numbers is far below one, and of each part another one."""
+    torch.manual_seed(seed)
+    module = nn.Sequential(nn.LayerNorm(4), nn.GroupNorm(2, 4))
+    with BatchOptimizer(module, lambda y, _: y.sum(), reduction="sum", optimizer=None, chunk_size=3) as opt:
+        for _ in range(2):
+            opt.load(torch.rand(6, 4), torch.rand(6))
+            opt.evaluate()  # a warning is an error here
+
+
 def test_torchs_own_criteria_are_not_compared_unless_denominators_are_given() -> None:
     case, calls = mlp(), []
     module = Mlp().double()

@@ -21,9 +21,9 @@ from batchopt_workers.data.batch import Batch, Columns, Part
 from batchopt_workers.data.structures import all_finite
 from batchopt_workers.map.weighting import Weighting
 from batchopt_workers.process.messages import Cut, Kind, Order
-from batchopt_workers.tasks.cut_losses import CutLosses
+from batchopt_workers.tasks.cut_losses import CutLosses, Rounding
 from batchopt_workers.tasks.inspection import counts_frequencies, name_of
-from batchopt_workers.tasks.task import Task
+from batchopt_workers.tasks.task import PieceFunction, Task
 
 if TYPE_CHECKING:
     from batchopt._function.engine import Engine
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 # Tolerances relative to the parts' magnitude: rounding of the parameters' dtype, or of a solver inside the loss.
 TOLERANCES = {torch.float64: 1e-5, torch.float32: 2e-4}
 COARSE = 5e-2
+# Errors by rounding up to which two losses are the same.
+ERRORS = 8.0
 
 # For a loss that draws random numbers: the number of draws; the standard errors, and the fraction of the loss, beyond
 # which a difference is no chance; and the standard errors within which that fraction would have been detected.
@@ -107,7 +109,8 @@ def cut_differences(engine: Engine, largest: int) -> list[Difference]:
                 continue
             losses = CutLosses.of(batch, term, largest)
             try:
-                verdict, draws = _draw(partial(_losses, engine, losses), tolerance)
+                rounding = partial(_rounding, engine, losses)
+                verdict, draws = _draw(partial(_losses, engine, losses), tolerance, rounding)
             except (WorkerError, WorkerLostError):  # the module cannot evaluate so few samples, or needs its hooks
                 verdict, draws = None, [Drawn(math.nan, math.nan, math.nan)]
             if verdict is not False:
@@ -119,20 +122,35 @@ def cut_differences(engine: Engine, largest: int) -> list[Difference]:
 
 def _losses(engine: Engine, losses: CutLosses, rows: list[tuple[int, int]]) -> torch.Tensor:
     """Evaluate `losses` for rows of its inputs."""
+    return _collected(engine, losses, rows)
+
+
+def _rounding(engine: Engine, losses: CutLosses) -> float:
+    """Return the rounding error of the loss of all samples; 0 where it has no gradient."""
+    try:
+        return _collected(engine, Rounding(losses), [(0, 0)]).item()
+    except WorkerError:
+        return 0.0
+
+
+def _collected(engine: Engine, function: PieceFunction, rows: list[tuple[int, int]]) -> torch.Tensor:
     part = Part(Columns(torch.tensor(rows)), None, None, Weighting("mean", len(rows)))
     use, cut = partial(engine.put_together, samples=len(rows)), Cut((0, len(rows)))
-    found: torch.Tensor = engine.work_on(Task(losses, aside=True), Batch((part,)), Kind.COLLECT, use, cut)
+    found: torch.Tensor = engine.work_on(Task(function, aside=True), Batch((part,)), Kind.COLLECT, use, cut)
     return found
 
 
-def _draw(losses: Callable[[list[tuple[int, int]]], torch.Tensor], tolerance: float) -> tuple[bool | None, list[Drawn]]:
-    """Return the verdict, None if undecided, and the losses drawn. `losses` are those of rows as in `CutLosses`."""
+def _draw(
+    losses: Callable[[list[tuple[int, int]]], torch.Tensor], tolerance: float, rounding: Callable[[], float]
+) -> tuple[bool | None, list[Drawn]]:
+    """Return the verdict, None if undecided, and the losses drawn. `losses` are those of rows as in `CutLosses`;
+    `rounding`: the error that it makes, which is asked for only where losses differ."""
 
     def drawn(*rows: tuple[int, int]) -> list[Drawn]:
         return [Drawn(*row) for row in losses([*rows]).tolist()]
 
     for apart, here in enumerate(drawn((0, 0), (0, 1))):
-        if not differs(here, tolerance):
+        if not differs(here, tolerance) or abs(here.off) <= ERRORS * rounding():
             continue
         draws = [here, *drawn((1, apart))]
         if not differs(Drawn(here.whole, draws[1].whole, 0.0), tolerance):

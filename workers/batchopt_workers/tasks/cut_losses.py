@@ -51,20 +51,40 @@ class CutLosses:
         samples = spread(part, sum(parts))
         return cls(term, parts, samples, None if isinstance(part.inputs, Items) else part.picked(samples))
 
-    def __call__(self, piece: Piece, context: PieceContext) -> torch.Tensor:
-        all_parts, (one, two) = context.batch().parts, self.parts
+    def batches(self, context: PieceContext) -> list[Batch]:
+        """Return the samples in both orders, and none of other terms."""
+        all_parts, numbers = context.batch().parts, [*range(sum(self.parts))]
         part = self.part or all_parts[self.term].picked(self.samples)
-        numbers = [*range(one + two)]
-        batches = [
+        return [
             Batch(tuple(part.picked(order) if i == self.term else p.picked(()) for i, p in enumerate(all_parts)))
             for order in ([*numbers[::2], *numbers[1::2]], numbers)
         ]
+
+    def __call__(self, piece: Piece, context: PieceContext) -> torch.Tensor:
+        (one, two), batches = self.parts, self.batches(context)
 
         def losses(later: int, apart: int) -> Iterator[float]:
             for start, stop in ((0, one + two), (0, one), (one, one + two)):
                 yield context.evaluate(Cut((start, stop)), False, batches[apart], later)[0][self.term]
 
         return torch.tensor([[*losses(*row)] for row in piece.inputs.tolist()], dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """The rounding error of the loss of all samples of `losses`, as far as X shows it: what errors of X of one unit in
+    the last place make of it together. It is large beside the loss where this is a sum of terms that cancel."""
+
+    losses: CutLosses
+
+    def __call__(self, piece: Piece, context: PieceContext) -> torch.Tensor:
+        parameters = [parameter.detach() for parameter in context.parameters]
+        if any(parameter.is_complex() for parameter in parameters):
+            return torch.zeros(1)
+        _, gradient = context.evaluate(Cut((0, sum(self.losses.parts))), True, self.losses.batches(context)[0])
+        x = torch.cat([parameter.flatten() for parameter in parameters])
+        change: torch.Tensor = torch.linalg.vector_norm(gradient.double() * x.double())
+        return torch.finfo(x.dtype).eps * change.reshape(1).cpu()
 
 
 def spread(part: Part, count: int) -> list[int]:
