@@ -109,16 +109,10 @@ def test_what_a_child_writes_is_its_own_and_it_keeps_the_values_of_its_beginning
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "state, workers",
-    [
-        ("open", 1),
-        ("closed", 2),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("open", 2), ("closed", 1), ("dropped", 1), ("dropped", 2))
-        ),
-    ],
+    [("open", 1), ("closed", 2), ("open", 2), ("closed", 1), ("dropped", 1), ("dropped", 2)],
 )
 def test_a_child_may_train_with_workers_of_its_own(workers: int, state: str) -> None:
     module = Net()
