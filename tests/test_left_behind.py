@@ -36,6 +36,7 @@ def each_for_some(names: Iterable[str]) -> pytest.MarkDecorator:
 
 X = torch.linspace(-2.0, 2.0, 24 * 3).reshape(24, 3).sin()
 Y = torch.linspace(-1.0, 3.0, 24 * 4).reshape(24, 4).cos()
+TARGETS = Y.double()  # of the dtype of `Net`'s outputs: torch 2.6 cannot differentiate a loss of two
 
 Change = Callable[[Any, torch.Tensor, torch.Tensor], object]
 
@@ -103,7 +104,9 @@ def opened(parallelize: int, **options: Any) -> Iterator[BatchOptimizer]:
     torch.manual_seed(0)
     module = program()
     module.drop.p = 0.25
-    with loaded(module, nn.MSELoss(), X.clone(), Y.clone(), parallelize=parallelize, chunk_size=4, **options) as opt:
+    with loaded(
+        module, nn.MSELoss(), X.clone(), TARGETS.clone(), parallelize=parallelize, chunk_size=4, **options
+    ) as opt:
         yield opt
 
 
@@ -152,7 +155,7 @@ def test_a_loss_that_writes_elements_is_one_function_or_refused(names: list[str]
         found: set[float | str] = set()
         options: dict[str, Any] = {"loss_fn": loss, "parallelize": parallelize, "chunk_size": 4}
         with BatchOptimizer(program(), optimizer=None, check_cut=False, **options) as opt:
-            opt.load(X.clone(), Y.clone())
+            opt.load(X.clone(), TARGETS.clone())
             for time in range(3):
                 if time == 1:
                     _end_a_worker(opt)
@@ -161,7 +164,7 @@ def test_a_loss_that_writes_elements_is_one_function_or_refused(names: list[str]
                 except WorkerError as error:
                     assert "writes its `" in str(error), error
                     found.add("refused")
-                    opt.load(X.clone(), Y.clone())
+                    opt.load(X.clone(), TARGETS.clone())
         return found
 
     alone = values(1)
@@ -185,7 +188,7 @@ def test_what_a_prehook_changes_for_some_samples_is_theirs_wherever_they_are_eva
                 os.kill(opt.workers[1].pid, signal.SIGKILL)
             elif not deaths:
                 opt.resize(parallelize, speeds=[20.0, 1.0][:parallelize])
-                opt.load(X.clone(), Y.clone())
+                opt.load(X.clone(), TARGETS.clone())
             found += [opt.evaluate().item() for _ in range(3)]
             assert len({*found[2:]}) == 1
             opt.prehook = None
@@ -205,11 +208,11 @@ def test_a_hook_and_a_forward_that_write_one_buffer_are_refused(parallelize: int
 
     with opened(parallelize, prehook=hook) as opt:
         opt.module.norm.train()  # type: ignore[union-attr]
-        opt.load(X.clone(), Y.clone())
+        opt.load(X.clone(), TARGETS.clone())
         with pytest.raises(WorkerError, match="a hook and forward both write a tensor"):
             opt.evaluate()
         opt.prehook = None
-        opt.load(X.clone(), Y.clone())
+        opt.load(X.clone(), TARGETS.clone())
         assert math.isfinite(opt.evaluate().item())
 
 
@@ -242,13 +245,13 @@ def test_what_a_collate_function_writes_is_refused(parallelize: int, name: str) 
             IN_BATCH[name](None, x, y)
         return torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs])
 
-    rows, targets = [*X.clone()], [*Y.clone()]
+    rows, targets = [*X.clone()], [*TARGETS.clone()]
     with opened(parallelize, collate_fn=collate) as opt:
         with pytest.raises(WorkerError, match=r"`collate_fn` writes its `(inputs|targets)` in place"):
             opt.load(rows, targets)
             opt.evaluate()
     if "by" in name:  # else it is torch that has written it
-        assert torch.equal(torch.stack(rows), X) and torch.equal(torch.stack(targets), Y)
+        assert torch.equal(torch.stack(rows), X) and torch.equal(torch.stack(targets), TARGETS)
 
 
 @EACH
@@ -265,7 +268,7 @@ def test_a_hook_that_writes_an_object_of_the_batch_is_refused(parallelize: int) 
     graphs = [Graph(x) for x in X]
     with opened(parallelize, collate_fn=stack) as opt:
         with pytest.raises(WorkerError, match=r"writes its `inputs` in place \(an object in there\)"):
-            opt.load(graphs, [*Y])
+            opt.load(graphs, [*TARGETS])
             opt.evaluate()
     assert not any(graph.seen for graph in graphs)
 
@@ -320,7 +323,7 @@ def test_state_that_is_written_between_evaluations_counts_from_the_next_batch_on
         assert norm.running_mean.eq(1.0).all()
         opt.collect(lambda m, x, y: m(x))
         assert opt.evaluate() == before
-        opt.load(X, Y)
+        opt.load(X, TARGETS)
         assert norm.running_var.eq(0.25).all()
         after = opt.evaluate()
         assert after != before and after == opt.evaluate()
@@ -334,7 +337,7 @@ def test_outputs_are_what_they_were_before_later_operations_wrote_them(paralleli
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 4))
     squared: Any = lambda output, target: output.sub_(target).square().mean()  # noqa: E731
-    with loaded(module, squared, X, Y, parallelize=parallelize) as opt:
+    with loaded(module, squared, X, TARGETS, parallelize=parallelize) as opt:
         found = opt.collect(layers=["0"])["0"]
         assert torch.allclose(found, module[0](X)) and found.lt(0.0).any()
         opt.keep_outputs = True

@@ -27,3 +27,38 @@ def test_on_a_quadratic_with_exact_searches_the_iterates_are_those_of_linear_cg(
         expected = reference.conjugate_gradients(matrix, right, start(8), i + 1)
         torch.testing.assert_close(point, expected, rtol=1e-5, atol=1e-6)
     assert len(points) == 6
+
+
+def betas(g: torch.Tensor, h: torch.Tensor, d: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The published formulas, of the gradients before and after a step along `d`."""
+    y = h - g
+    powell = (h @ g).abs() < 0.2 * (h @ h)
+    hager_zhang = (y - 2 * d * (y @ y) / (d @ y)) @ h / (d @ y)
+    return {
+        "fletcher-reeves": powell * (h @ h) / (g @ g),
+        "polak-ribiere": (h @ y / (g @ g)).clamp(min=0),
+        "hestenes-stiefel": (h @ y / (d @ y)).clamp(min=0),
+        "hager-zhang": torch.maximum(hager_zhang, 0.4 * (d @ g) / (d @ d)),
+    }
+
+
+@pytest.mark.parametrize("beta", betas(*torch.eye(3)))
+def test_directions_are_those_of_the_formula_also_where_the_search_is_inexact(beta: str) -> None:
+    weights = torch.linspace(1.0, 20.0, 6, dtype=torch.float64)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return (weights * x.square() / 2 + x**4 / 4 + x.roll(1) * x / 3).sum()
+
+    problem = Problem(batchopt.CG, f, start(6), beta=beta, max_iter=7, tolerance_change=0.0)
+    points = [start(6)]
+    problem.optimizer.callback = lambda iteration: points.append(problem.x.clone())
+    problem.step()
+    gradients = [torch.autograd.grad(f(at := x.clone().requires_grad_()), at)[0] for x in points]
+    direction = -gradients[0]
+    for i in range(7):
+        step = points[i + 1] - points[i]
+        assert torch.cosine_similarity(step, direction, dim=0) == pytest.approx(1.0, abs=1e-10)
+        g, h = gradients[i : i + 2]
+        factor = betas(g, h, direction)[beta]
+        is_steep = factor * (direction @ h) < 0.99 * (h @ h)
+        direction = -h + factor * is_steep * direction

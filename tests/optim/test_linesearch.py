@@ -123,6 +123,13 @@ def test_the_best_trial_is_returned_when_evaluations_are_spent() -> None:
     assert len(phi.samples) == 7
 
 
+def test_armijo_refuses_a_step_to_where_f_is_as_high_as_at_the_start() -> None:
+    phi = Phi(CURVES["parabola"])
+    found = armijo(phi, phi.start, 6.0, 10)
+    assert found is not None and found.f < phi.start.f
+    assert [sample.step for sample in phi.samples] == [6.0, 3.0]
+
+
 @pytest.mark.parametrize("name", CURVES)
 def test_armijo_goes_back_until_f_is_low_enough(name: str) -> None:
     phi = Phi(CURVES[name])
