@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import math
 from typing import Any
@@ -260,12 +261,18 @@ def test_a_state_of_other_parameters_is_refused(make: Make) -> None:
 
 @pytest.mark.sampled(3)
 @every_kind
-def test_a_state_that_is_looked_at_within_a_step_changes_nothing(make: Make) -> None:
+def test_a_state_that_is_looked_at_within_a_step_changes_nothing_and_copies_have_it(make: Make) -> None:
+    def look(optimizer: Minimizer) -> None:
+        copied = copy.deepcopy(optimizer)
+        torch.testing.assert_close(
+            copied.state_dict()["state"], optimizer.state_dict()["state"], rtol=0, atol=0, equal_nan=True
+        )
+
     found = []
     for looks in (False, True):
         problem = Problem(make, valley, start(20), max_iter=30, **NO_END)
         if looks:
-            problem.optimizer.callback = lambda _, problem=problem: saved(problem.optimizer) and None
+            problem.optimizer.callback = lambda _, problem=problem: look(problem.optimizer)
         problem.step()
         found.append(problem.x)
     assert torch.equal(*found)
