@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from batchopt import BatchOptimizer, NonFiniteError, Term
-from batchopt_workers.graphs.recording import can_add_there
 from tests.card.test_card import data, residual, short, square
 
 pytestmark = pytest.mark.filterwarnings(
@@ -25,6 +24,8 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:.*BatchNorm",
 )
 
+# Whether torch can be told to add gradients up in the stream that is recorded.
+CAN_ADD_THERE = hasattr(torch.autograd.graph, "set_override_stale_capture_stream")
 HIDDEN = {"factor": 1.0}  # which nobody can know of who looks at the program
 
 
@@ -217,7 +218,7 @@ OBSTACLES: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], str]] = 
     "masks": (lambda net, y: y + y[y > 0.5].sum(), "waits for elements"),
     "counts": (counted, "change attributes"),
     "writes by a mask": (lambda net, y: torch.index_put(y, (y > 0.5,), y.sum() * 0), "waits for elements"),
-    "keeps": (kept, "change attributes" if can_add_there() else "is kept with its autograd graph"),
+    "keeps": (kept, "change attributes" if CAN_ADD_THERE else "is kept with its autograd graph"),
     "uses the CPU": (lambda net, y: y * torch.tensor(1.5), "not on the card"),
     "draws in NumPy": (lambda net, y: y * float(np.random.rand()), "generators of NumPy or Python"),
     "draws in Python": (lambda net, y: y * random.random(), "generators of NumPy or Python"),
@@ -380,7 +381,7 @@ def test_a_kept_output_puts_recording_off_in_older_torch(
         assert status(opt) == "1 recorded"
 
 
-@pytest.mark.skipif(not can_add_there(), reason="in this torch the last loss ends a recording")
+@pytest.mark.skipif(not CAN_ADD_THERE, reason="in this torch the last loss ends a recording")
 def test_losses_with_a_backward_of_their_own_are_recorded(recorded: list[Any], device: torch.device) -> None:
     """Though the last one, and its autograd graph, is there when the next one is made."""
     with built(device, True, small) as opt:
