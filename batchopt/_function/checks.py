@@ -126,11 +126,13 @@ def _losses(engine: Engine, losses: CutLosses, rows: list[tuple[int, int]]) -> t
 
 
 def _rounding(engine: Engine, losses: CutLosses) -> float:
-    """Return the rounding error of the loss of all samples; 0 where it has no gradient."""
+    """Return the rounding error of the loss of all samples; 0, which excuses nothing, where it has no gradient, or one
+    that is not finite."""
     try:
-        return _collected(engine, Rounding(losses), [(0, 0)]).item()
+        error = _collected(engine, Rounding(losses), [(0, 0)]).item()
     except WorkerError:
         return 0.0
+    return error if math.isfinite(error) else 0.0
 
 
 def _collected(engine: Engine, function: PieceFunction, rows: list[tuple[int, int]]) -> torch.Tensor:
