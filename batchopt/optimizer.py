@@ -99,12 +99,14 @@ class BatchOptimizer(Evaluations):
         threads_per_worker: intra-op threads of each worker. Default: its part of the usable cores, at least 1; in this
             process torch's setting. With `chunk_size` it is 1 in this process too, since the number of threads changes
             the bits.
-        devices: the device of each worker, such as `["cuda:0", "cuda:1", "cpu"]`; this determines `parallelize`. The
-            module, the batch and X stay in this machine's memory; a worker keeps module and shard on its device, and X
-            is transferred with each order: once per evaluation, and for chunks taken over from another worker. Unequal
-            devices are balanced by their measured speed, and their results agree to rounding only. A module that is on
-            a device is evaluated there, by this process; its own device as the only one means the same. Default: all
-            workers on the cores of this machine.
+        devices: the device of each worker, such as `["cuda:0", "cuda:1", "cpu"]`; this determines `parallelize`. With
+            `parallelize="auto"` they are those that may be used, where that is faster than the cores; `chunk_size` and
+            `compile=True` are refused then, as times decide about the bits. The module, the batch and X stay in this
+            machine's memory; a worker keeps module and shard on its device, and X is transferred with each order: once
+            per evaluation, and for chunks taken over from another worker. Unequal devices are balanced by their
+            measured speed, and their results agree to rounding only. A module that is on a device is evaluated there,
+            by this process; its own device as the only one means the same. Default: all workers on the cores of this
+            machine.
         timeout: seconds that a worker may make no progress (complete no chunk, or stay in one function of
             `run_on_workers`) before it is replaced. Default: 20 times the expected time of a chunk by its measured
             speed, but at least 30 s, and 600 s before anything was measured; functions may take any time. The startup

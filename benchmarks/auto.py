@@ -1,9 +1,10 @@
 """Is `parallelize="auto"` ever slower than what one could have chosen by hand?
 
-For fifteen functions of one to some hundreds of milliseconds, in turn, each in a process of its own: plain torch on all
-cores and on one thread, `parallelize=1`, the same with one thread, `parallelize=N`, N/2, N/4 ..., and `"auto"`, once it
-has chosen. `chosen / best` compares it with the fastest of our own ways, `chosen / torch` with torch on all cores:
-smaller is better. `efficiency` is that of N workers: (torch on one thread / N) / theirs.
+For fifteen functions of one to some hundreds of milliseconds, in turn, each in a process of its own: plain torch on
+all cores and on one thread, `parallelize=1`, the same with one thread, `parallelize=N`, N/2, N/4 ..., and `"auto"`,
+once it has chosen. Where there is a CUDA device, a worker there is one of the ways. `chosen / best` compares it with
+the fastest of our own ways, `chosen / torch` with torch on all cores: smaller is better. `efficiency` is that of N
+workers: (torch on one thread / N) / theirs.
 
     python -m benchmarks.auto [--workloads "GRU, 256 of 30" pinn ...] [--rounds 6]
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from typing import Any
 
 import torch
 
@@ -24,6 +26,7 @@ ROUNDS = 6
 
 def measure(name: str, cores: int, rounds: int) -> dict[str, float]:
     """The median seconds of each way."""
+    there: dict[str, Any] = {"devices": ["cuda:0"]} if torch.cuda.is_available() else {}
     counts = [cores >> halved for halved in range(cores.bit_length()) if cores >> halved > 1]
     arms = start(
         {
@@ -32,10 +35,11 @@ def measure(name: str, cores: int, rounds: int) -> dict[str, float]:
             "1": lambda: Arm(Ours, name, 1),
             "1, 1 thread": lambda: Arm(Ours, name, 1, {"threads_per_worker": 1}),
             **{str(count): lambda count=count: Arm(Ours, name, count) for count in counts},  # type: ignore[misc]
+            **({"1 on cuda:0": lambda: Arm(Ours, name, 1, there)} if there else {}),
         }
     )
     try:
-        arms["auto"] = Arm(Ours, name, "auto")  # chooses while the others sleep
+        arms["auto"] = Arm(Ours, name, "auto", there)  # chooses while the others sleep
         short = take_turns({"1": arms["1"]}, 4, 2)["1"] < 0.02
         return take_turns(arms, 30 if short else 5, rounds)
     finally:

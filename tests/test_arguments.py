@@ -118,7 +118,7 @@ def test_settings_have_the_arguments_of_a_batch_optimizer() -> None:
     """They are read by name."""
     others = {"module", "optimizer", "ray_options", "residual"}  # the last is a `loss_fn`, once it is read
     arguments = set(inspect.signature(BatchOptimizer).parameters) - others
-    found = {"automatic", "deterministic", "options", "sizes_chunks"}  # of an argument and of torch
+    found = {"automatic", "candidates", "deterministic", "options", "sizes_chunks"}  # of an argument and of torch
     assert {field.name for field in fields(Settings)} - found == arguments
 
 

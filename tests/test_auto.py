@@ -89,7 +89,7 @@ def test_f_and_its_gradient_are_those_of_one_process_whoever_evaluates(chunk_siz
         assert chunk_size is None or len(bits) == 1
         loss = opt.evaluate()
         state = opt.state_dict()
-        assert state["parallelize"] == {"workers": 2, "threads": 1, "samples": 37}
+        assert state["parallelize"] == {"workers": 2, "threads": 1, "devices": [], "samples": 37}
         opt.load(case.inputs[:9], case.targets[:9])  # the choice is for batches of about that size
         torch.testing.assert_close(
             opt.evaluate().item(), reference(module, case.criterion, case.inputs[:9], case.targets[:9])[0]
@@ -111,7 +111,7 @@ def test_four_workers_are_tried_then_two_with_two_threads_each(
     with BatchOptimizer(**parts(module)) as opt:
         kind = type(choice_of(opt))
         took, probed, times = kind.took, kind.probed, {(1, None): 0.1, (4, 1): 0.09, (2, 2): 0.05}
-        monkeypatch.setattr(kind, "took", lambda self, _: took(self, times.get(self.configuration, 0.2)))
+        monkeypatch.setattr(kind, "took", lambda self, _: took(self, times.get(self.configuration[:2], 0.2)))
         monkeypatch.setattr(kind, "probed", lambda self, *_: probed(self, 0.03, 0.017))
         opt.load(case.inputs, case.targets)
         seen = set()
@@ -138,6 +138,47 @@ def test_a_batch_is_not_cut_where_that_would_change_f() -> None:
         for _ in range(12):
             opt.evaluate()
         assert len(opt.workers) == 1 and "how the batch is cut" in choice_of(opt).reason
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_a_device_is_used_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("batchopt._function.choice.DEVICE", 0.0)
+    case, module = mlp(), Slow(0.0)
+    expected, gradient = reference(module, case.criterion, case.inputs, case.targets)
+    # "cpu:0" stands for a device: its worker has copies of X and the module
+    given: dict[str, Any] = {**parts(module), "devices": ["cpu:0", "cpu:0"]}
+    with BatchOptimizer(**given) as opt:
+        kind, took, probed = type(choice_of(opt)), type(choice_of(opt)).took, type(choice_of(opt)).probed
+        times = {(1, 0): 0.1, (1, 1): 0.03, (2, 2): 0.04}  # workers, devices
+        monkeypatch.setattr(
+            kind, "took", lambda self, _: took(self, times[self.configuration.workers, len(self.configuration.devices)])
+        )
+        monkeypatch.setattr(kind, "probed", lambda self, *_: probed(self, 0.05, None))
+        opt.load(case.inputs, case.targets)
+        while not has_chosen(opt):
+            torch.testing.assert_close(opt.evaluate().item(), expected, rtol=1e-12, atol=0)
+            torch.testing.assert_close(opt.grad_parameters, gradient, rtol=1e-10, atol=1e-12)
+        state = opt.state_dict()
+        assert state["parallelize"]["devices"] == ["cpu:0"]
+        opt.evaluate()
+        assert [(worker.pid == os.getpid(), str(worker.device)) for worker in opt.workers] == [(False, "cpu:0")]
+        tried = set(choice_of(opt).outlook.times)
+        assert {len(one.devices) for one in tried} == {0, 1, 2} and "a worker on cpu:0" in choice_of(opt).reason
+        opt.resize(2)  # on the cores
+        assert opt.run_on_workers(lambda worker: str(worker.device)) == ["cpu", "cpu"]
+        opt.resize("auto")
+        assert opt.workers[0].pid == os.getpid()
+    for devices, where in ((["cpu:0", "cpu:0"], "cpu:0"), (["cpu:1"], "cpu")):
+        with BatchOptimizer(**{**given, "devices": devices}) as opt:
+            opt.load_state_dict(state)
+            opt.load(case.inputs, case.targets)
+            torch.testing.assert_close(opt.evaluate().item(), expected, rtol=1e-12, atol=0)
+            assert [str(worker.device) for worker in opt.workers] == [where]
+
+
+def test_devices_with_state_in_workers_are_used_at_once() -> None:
+    with BatchOptimizer(**parts(Mlp().double()), prehook=lambda worker, sample: None, devices=["cpu:0"] * 2) as opt:
+        assert [str(worker.device) for worker in opt.workers] == ["cpu:0", "cpu:0"]
 
 
 # ---- where the number of workers stays

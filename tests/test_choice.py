@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -35,7 +36,7 @@ def follow(found: Choice, seconds: Callable[[Configuration], float], probe: Any,
         if found.phase is Phase.PROBE and (found.is_due or not isinstance(probe, tuple)):
             found.probed(*(probe if isinstance(probe, tuple) else (probe, None)))
         if found.pays:
-            passed += choice.FIRST if found.wanted.workers > 1 else 0.0
+            passed += choice.DEVICE if found.wanted.devices else choice.FIRST if found.wanted.workers > 1 else 0.0
             found.next(found.configuration, movable=True, ready=True)
         took = seconds(found.configuration)
         passed += took
@@ -123,6 +124,45 @@ def test_evaluations_that_are_compiled_from_here_are_no_reason_to_choose_again()
     assert found.phase is Phase.CHOSEN
 
 
+# ---- devices
+
+CARD = torch.device("cuda", 0)
+ON_CARD, ON_TWO = Configuration(1, None, (CARD,)), Configuration(2, None, (CARD, CARD))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "evaluations", "expected"),
+    [
+        ({ALONE: 0.1, TWO: 0.06, ON_CARD: 0.01, ON_TWO: 0.02}, 40, TWO),  # its start would not have paid yet
+        ({ALONE: 0.1, TWO: 0.06, ON_CARD: 0.01, ON_TWO: 0.02}, 60, ON_CARD),
+        ({ALONE: 0.1, TWO: 0.06, ON_CARD: 0.01, ON_TWO: 0.006}, 2000, ON_TWO),
+        ({ALONE: 0.1, TWO: 0.06, ON_CARD: 0.09, ON_TWO: 0.1}, 2000, TWO),  # it was tried, and the cores are faster
+        ({ALONE: 0.3e-3, ONE: 0.4e-3, TWO: 1.0}, 20_000, ALONE),  # to reach it takes longer
+    ],
+)
+def test_choices_among_cores_and_devices(
+    seconds: dict[Configuration, float], evaluations: int, expected: Configuration
+) -> None:
+    found = Choice(2, None, 0, (CARD, CARD))
+    follow(found, lambda configuration: seconds.get(configuration, 1.0), (seconds[TWO] / 2, None), evaluations)
+    assert found.configuration == expected
+
+
+def test_one_device_is_tried_where_the_batch_cannot_be_cut_or_there_is_one_core_but_not_two() -> None:
+    times = {ALONE: 0.1, ON_CARD: 0.01}
+    found = Choice(2, None, 0, (CARD, CARD))
+    for _ in range(200):
+        if found.is_due:
+            found.refuse("it has statistics")
+        if found.pays:
+            found.next(found.configuration, movable=True, ready=True)
+        found.took(times.get(found.configuration, 1.0))
+    assert found.configuration == ON_CARD and ON_TWO not in found.outlook.times
+    found = Choice(1, None, 0, (CARD,))
+    follow(found, times.__getitem__, None, 200)
+    assert found.configuration == ON_CARD and found.phase is Phase.CHOSEN
+
+
 # ---- machines that were measured, in ms: this process with all threads and with one, then workers on all cores
 
 # Two cores of an Intel Xeon, the functions of benchmarks/results/auto.json.
@@ -174,7 +214,8 @@ def test_on_sixteen_measured_cores_it_is_within_a_tenth_of_the_best(name: str) -
 class Machine(NamedTuple):
     """A function on `cores` cores, in seconds: `fixed`, whatever is done in an evaluation; `rest`, its samples on one
     thread; `waits` of two threads for each other; the fraction `memory` of the samples' time that all cores need for
-    what they read from memory. `gradient`: its bytes."""
+    what they read from memory. `gradient`: its bytes; `device`: the seconds of an evaluation there, 0 if there is
+    none."""
 
     cores: int
     fixed: float
@@ -182,6 +223,12 @@ class Machine(NamedTuple):
     waits: float
     memory: float
     gradient: int
+    device: float = 0.0
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """The devices that there are."""
+        return (CARD,) if self.device else ()
 
     def share(self, of: float, threads: int = 1) -> float:
         """Seconds of this fraction of the batch."""
@@ -190,6 +237,8 @@ class Machine(NamedTuple):
 
     def seconds(self, configuration: Configuration) -> float:
         """An evaluation."""
+        if configuration.devices:
+            return self.device
         workers, threads = configuration.workers, configuration.threads or self.cores
         seconds = self.share(1 / workers, threads)
         if workers * threads > 1:
@@ -201,9 +250,8 @@ class Machine(NamedTuple):
         """Seconds by the fastest configuration."""
         halves = [self.cores >> k for k in range(self.cores.bit_length())]
         alone = [Configuration(1, threads) for threads in halves]
-        return min(
-            map(self.seconds, [*alone, *(Configuration(count, self.cores // count) for count in halves if count > 1)])
-        )
+        workers = [Configuration(count, self.cores // count) for count in halves if count > 1]
+        return min(self.device or math.inf, *map(self.seconds, [*alone, *workers]))
 
 
 def decades(least: float, most: float) -> st.SearchStrategy[float]:
@@ -219,12 +267,13 @@ MACHINES = st.builds(
     waits=decades(-5, -2),
     memory=st.sampled_from([0.0, 0.05, 0.1, 0.2, 0.4]),
     gradient=st.integers(3, 8).map(lambda exponent: 10**exponent),
+    device=st.one_of(st.just(0.0), decades(-3.3, 0)),
 )
 
 
 def choose_on(machine: Machine) -> tuple[Choice, float, int]:
     """The choice made there, after at most 3,000 evaluations; the seconds until then, and the evaluations."""
-    found = Choice(machine.cores, None, machine.gradient)
+    found = Choice(machine.cores, None, machine.gradient, machine.devices)
     probe, passed, evaluations = (machine.share(1 / machine.cores), machine.share(0.5 / machine.cores)), 0.0, 0
     while found.phase is not Phase.CHOSEN and evaluations < 3000:
         passed += follow(found, machine.seconds, probe, 1)
@@ -236,12 +285,11 @@ def choose_on(machine: Machine) -> tuple[Choice, float, int]:
 @given(machine=MACHINES)
 def test_on_computed_machines_trials_cost_no_more_than_they_could_save_and_the_choice_is_good(machine: Machine) -> None:
     found, passed, evaluations = choose_on(machine)
-    started = sum(tried.workers > 1 for tried in found.outlook.times)
+    on_device = 2 * choice.DEVICE + machine.device  # it is given up once it took what a start takes
+    started = sum(on_device if tried.devices else choice.FIRST for tried in found.outlook.times)
     assert (
         passed
-        <= 2 * evaluations * machine.seconds(found.configuration)
-        + 60 * machine.seconds(ALONE)
-        + (1 + started) * choice.FIRST
+        <= 2 * evaluations * machine.seconds(found.configuration) + 60 * machine.seconds(ALONE) + choice.FIRST + started
     )
     if found.phase is Phase.CHOSEN:
         assert machine.seconds(found.configuration) <= 1.25 * machine.best
@@ -254,7 +302,8 @@ def test_on_computed_machines_it_is_within_a_tenth_of_the_best() -> None:
         for _ in range(25):
             fixed, rest, waits = (10 ** draw.uniform(*ends) for ends in ((-4.5, -1.8), (-3.5, 1), (-5, -2)))
             memory, gradient = draw.choice([0.0, 0.05, 0.1, 0.2, 0.4]), 10 ** draw.randint(3, 8)
-            machine = Machine(cores, fixed, rest, waits, memory, gradient)
+            device = draw.choice([0.0, 10 ** draw.uniform(-3.3, 0)])
+            machine = Machine(cores, fixed, rest, waits, memory, gradient, device)
             found, *_ = choose_on(machine)
             if found.phase is Phase.CHOSEN:
                 ratios.append(machine.seconds(found.configuration) / machine.best)

@@ -144,7 +144,7 @@ def read(name: str, value: Any) -> Any:
 
 
 def read_devices(devices: Any, parallelize: Any) -> tuple[torch.device, ...] | None:
-    """Return the device of each worker; None: this machine's cores. `parallelize` is 1, or their number.
+    """Return the device of each worker; None: this machine's cores. `parallelize` is 1, their number, or "auto".
 
     Raise `TypeError` or `ValueError` for anything else, and for an accelerator that does not exist.
     """
@@ -152,7 +152,7 @@ def read_devices(devices: Any, parallelize: Any) -> tuple[torch.device, ...] | N
         return None
     if isinstance(devices, (str, torch.device)) or not isinstance(devices, Sequence):
         raise TypeError(f"`devices` must be a sequence, one device a worker, got {type(devices).__name__} {devices!r}")
-    if parallelize not in (1, len(devices)):
+    if parallelize not in (1, "auto", len(devices)):
         raise ValueError(f"`devices` has {len(devices)} entries for {parallelize} workers: leave `parallelize` out")
     if not devices:
         raise ValueError("`devices` is empty: name the device of each worker, as ['cuda:0', 'cuda:1']")

@@ -45,7 +45,8 @@ class Auto:
     def __init__(self, subject: FlatModule, settings: Settings) -> None:
         """Begin in this process."""
         room, x = backend_class(settings.backend).read_workers("auto") or 1, subject.x
-        self.choice = Choice(min(usable_cores(), room), settings.threads_per_worker, x.numel() * x.element_size())
+        cores, threads = min(usable_cores(), room), settings.threads_per_worker
+        self.choice = Choice(cores, threads, x.numel() * x.element_size(), settings.candidates)
         self._present = self.choice.configuration
         self._seconds = 0.0  # of loading and reading since the last evaluation
         self._size, self._others = 0, 0  # samples of a batch, and how many batches since had another size
@@ -149,9 +150,9 @@ class Auto:
         """Begin the preparation of the workers that are wanted; tell whether it is complete."""
         wanted = self.choice.wanted
         try:
-            if wanted.workers > 1 and not self._starts:
-                engine.workers.anticipate(*wanted)
-            self._starts = wanted.workers > 1 and not engine.workers.can_start()
+            if not wanted.is_here and not self._starts:
+                engine.workers.anticipate(wanted)
+            self._starts = not wanted.is_here and not engine.workers.can_start()
         except _CANNOT as error:
             self.choice.choose(f"workers cannot start: {error}")
             return False
@@ -179,7 +180,7 @@ class Auto:
 
     def _use(self, engine: Engine, configuration: Configuration) -> None:
         began = time.perf_counter()
-        engine.use(*configuration, engine.step)
+        engine.use(configuration, engine.step)
         self._present = configuration
         engine.observers.did("parallelize", began)
 
@@ -189,15 +190,16 @@ class Auto:
         """Keep the number of workers from now on, as it was chosen, or one per core: they may have state of the
         user's."""
         if self.choice.phase is not Phase.CHOSEN:
-            self.choice.choose("workers may have state", self.choice.share)
-            self._use(engine, self.choice.share)
+            found = self.choice.share if self.choice.outlook.several else self.choice.outlook.alone
+            self.choice.choose("workers may have state", found)
+            self._use(engine, found)
         self.choice.outlook.times.clear()
 
     def resized(self, engine: Engine, automatic: bool) -> None:
         """Keep the number of workers, which the user has changed; choose again if that is to be `automatic`."""
         if engine.workers.alone:  # with the threads that were asked for, not a worker's
-            engine.use(1, engine.settings.threads_per_worker)
-        self._present = Configuration(*engine.workers.configuration)
+            engine.use(self.choice.outlook.alone)
+        self._present = engine.workers.configuration
         if automatic:
             self.choice.begin()
         else:
@@ -209,12 +211,18 @@ class Auto:
         none was."""
         if self.choice.phase is not Phase.CHOSEN:
             return {}
-        return {"parallelize": {**self._present._asdict(), "samples": self._size}}
+        chosen = self.choice.configuration
+        devices = [*map(str, chosen.devices)]
+        return {"parallelize": {**chosen._asdict(), "devices": devices, "samples": self._size}}
 
     def resume(self, state: Mapping[str, Any], given: int | None) -> None:
-        """Use the configuration that another run has chosen, if it fits the threads that were `given`."""
-        configuration = Configuration(state["workers"], state["threads"])
+        """Use the configuration that another run has chosen, if it fits the threads that were `given`, and the devices
+        that may be used here."""
+        devices = tuple(map(torch.device, state.get("devices", ())))
+        configuration = Configuration(state["workers"], state["threads"], devices)
         fits = configuration.workers * (configuration.threads or 1) <= usable_cores()
+        if devices:
+            fits = configuration in self.choice.outlook.others
         if fits and given in (None, configuration.threads):
             self.choice.choose("resumed", configuration)
             self._size = state["samples"]

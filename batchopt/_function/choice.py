@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 from statistics import median
+
+import torch
 
 from batchopt._function.costs import SHORT, Configuration, Outlook
 
 # Evaluations after which a share is probed in any case; short ones are timed so often.
 MANY = 40
-# Fewer threads are given up at once if they take this many times as long as more.
+# Fewer threads, and devices, are given up early if they take this many times as long as the best before.
 HOPELESS = 1.5
-# Startup cost of workers in seconds: the first with so many threads, and later ones.
-FIRST, LATER = 1.0, 0.15
+# Startup cost of workers in seconds: the first with so many threads, later ones, and those on devices.
+FIRST, LATER, DEVICE = 1.0, 0.15, 3.0
+# First evaluations that do not count: in this process, by workers, and on devices, which record some as graphs.
+HERE, THERE, RECORDING = 1, 4, 8
 # Evaluations between checks for drift, at first; and the factor that counts as drift.
 OFTEN, FACTOR = 64, 1.6
 
@@ -34,9 +39,11 @@ class Choice:
     started only once the evaluations so far, made by them, would have saved the time that starting them takes: so a
     short program never waits for them, and a long one loses at most as much again for each trial."""
 
-    def __init__(self, cores: int, threads: int | None, gradient_bytes: int) -> None:
-        """`threads`: of each worker, also of this process, if the user or fixed bits determine it."""
-        self.outlook = Outlook(cores, threads, gradient_bytes)
+    def __init__(
+        self, cores: int, threads: int | None, gradient_bytes: int, devices: Sequence[torch.device] = ()
+    ) -> None:
+        """See `Outlook`."""
+        self.outlook = Outlook(cores, threads, gradient_bytes, devices)
         self.drift, self._threads = Drift(), 0  # of the workers that were started last
         self.begin()
 
@@ -47,7 +54,7 @@ class Choice:
         self.phase, self.reason = Phase.TIME, "nothing was measured yet"
         self._evaluations = 0  # timed so far
         self._seconds: list[float] = []  # of the evaluations of the present trial
-        if not self.outlook.several:
+        if not self.outlook.others:
             self.choose("there is one core")
 
     def took(self, seconds: float) -> None:
@@ -59,15 +66,23 @@ class Choice:
             self.begin()
         elif self.phase is Phase.TIME:
             self._seconds.append(seconds)
-            warm = self._seconds[1 if present.workers == 1 else 4 :]
-            fewer = present.workers == 1 and present != outlook.alone
-            if len(warm) >= self._enough(seconds) or (fewer and min(warm, default=0.0) > HOPELESS * outlook.least):
+            warm = self._seconds[HERE if present.is_here else RECORDING if present.devices else THERE :]
+            if len(warm) >= self._enough(seconds) or self._is_hopeless:
                 # not the least: several threads are fast at times, and slow when they wait for each other
-                outlook.times[present], self._seconds = median(warm), []
-                if outlook.costs is not None or outlook.refused:
+                outlook.times[present], self._seconds = median(warm or self._seconds[HERE:]), []
+                if outlook.costs is not None or outlook.refused or not outlook.several:
                     self._want(outlook.refused or "measured")
                 else:
                     self.phase = Phase.PROBE
+
+    @property
+    def _is_hopeless(self) -> bool:
+        """Tell whether the present trial, of fewer threads or of devices, is given up: it took what a start takes, and
+        no evaluation but the first came near to what there is."""
+        present, outlook = self.configuration, self.outlook
+        few = present != outlook.alone and (present.is_here or bool(present.devices))
+        slow = few and min(self._seconds[HERE:], default=0.0) > HOPELESS * outlook.least
+        return slow and sum(self._seconds) > self._price(present)
 
     def _enough(self, seconds: float) -> int:
         """Return how many evaluations of this length to time."""
@@ -108,7 +123,7 @@ class Choice:
 
     def _want(self, reason: str) -> None:
         """Wait until the most promising others pay; choose if none promise more than what was measured."""
-        promising = self.outlook.promising
+        promising = self.outlook.promising(self._price)
         if promising is None:
             self.choose(reason)
         else:
@@ -116,8 +131,10 @@ class Choice:
 
     def _price(self, several: Configuration) -> float:
         """Return the seconds that starting these workers takes."""
-        if several.workers == 1:
+        if several.is_here:
             return 0.0
+        if several.devices:
+            return DEVICE
         return LATER if several.threads == self._threads else FIRST
 
     @property
@@ -133,7 +150,8 @@ class Choice:
         now. `ready`: what is wanted pays, and can start."""
         if ready:
             self.phase, self.configuration = Phase.TIME, self.wanted
-            self._threads = (self.wanted.threads or 0) if self.wanted.workers > 1 else self._threads
+            on_cores = self.wanted.workers > 1 and not self.wanted.devices
+            self._threads = (self.wanted.threads or 0) if on_cores else self._threads
         return self.configuration if movable and self.configuration != present else None
 
     def choose(self, reason: str, configuration: Configuration | None = None) -> None:

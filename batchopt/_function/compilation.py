@@ -188,7 +188,7 @@ class Compilation:
 
     def _target_of(self, engine: Engine, step: Step) -> Target:
         pieces = self._pieces = _pieces_of(step, self._pieces)
-        workers, (count, threads) = engine.workers, engine.workers.configuration
+        workers, (count, threads, _) = engine.workers, engine.workers.configuration
         threads = threads or workers.backend.threads_each
         threads = threads or (torch.get_num_threads() if workers.alone else min(share_cores(count, None)))
         is_watched = workers.hooks != (None, None) or workers.mode.outputs
@@ -320,13 +320,13 @@ def _largest(batch: Batch, cut: Cut) -> Iterator[Piece]:
 
 def _obstacle(engine: Engine, step: Step, target: Target) -> str | None:
     """Return why this is not compiled, as far as it is known without tracing."""
-    settings, module = engine.settings, engine.subject.module
+    module = engine.subject.module
     prehook, posthook = engine.workers.hooks
     if prehook is not None or posthook is not None:
         return "there are hooks, which look at each forward"
     if engine.workers.mode.outputs:
         return "outputs are kept"
-    if any(worker.device.type != "cpu" for worker in engine.workers.infos) or settings.devices is not None:
+    if any(worker.device.type != "cpu" for worker in engine.workers.infos) or engine.workers.configuration.devices:
         return "only evaluations on CPUs are compiled"
     if len(target.forms) > FORMS:
         return f"the pieces have {len(target.forms)} forms, and each would be compiled"

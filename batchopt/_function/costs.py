@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
+
+import torch
 
 # Other configurations are used if they are expected, and then measured, to take less than this fraction of the time.
 GAIN = 0.97
@@ -14,6 +16,8 @@ DOUBT = 0.8
 SHORT = 0.02
 # Seconds of coordination of an evaluation by workers: in any case, for each of them, and for each byte of a gradient.
 COORDINATION, EACH, BYTE = 2e-4, 1e-5, 1e-10
+# Seconds of an evaluation on a device at least: X and the gradient cross, and the device is waited for.
+CROSSING = 4e-4
 
 
 def coordination(workers: int, gradient: int) -> float:
@@ -27,14 +31,24 @@ def ms(seconds: float) -> str:
 
 
 class Configuration(NamedTuple):
-    """`workers`, 1 of which is this process, with `threads` each; None: as torch is set."""
+    """`workers` with `threads` each (None: as torch is set), on the cores or each on one of `devices`. One on the cores
+    is this process."""
 
     workers: int
     threads: int | None
+    devices: tuple[torch.device, ...] = ()
+
+    @property
+    def is_here(self) -> bool:
+        """Tell whether this process evaluates."""
+        return self.workers == 1 and not self.devices
 
     def __str__(self) -> str:
         threads = "" if self.threads is None else f", threads={self.threads}"
-        return f"{'this process' if self.workers == 1 else f'{self.workers} workers'}{threads}"
+        if self.is_here:
+            return f"this process{threads}"
+        workers = "a worker" if self.workers == 1 else f"{self.workers} workers"
+        return f"{workers} on {', '.join(map(str, self.devices))}" if self.devices else f"{workers}{threads}"
 
 
 class Costs(NamedTuple):
@@ -61,16 +75,22 @@ class Outlook:
 
     A share of the batch on one thread, and half of it, tell what an evaluation takes in any case and for its samples;
     that all threads take longer than a part of this is because they wait for each other. What is expected errs on the
-    side of hope, since a trial corrects it, where nothing corrects what was never tried."""
+    side of hope, since a trial corrects it, where nothing corrects what was never tried. Of a device nothing is known
+    before it was tried: all is hoped of it that the way there allows."""
 
-    def __init__(self, cores: int, threads: int | None, gradient_bytes: int) -> None:
-        """`threads`: of each worker, also of this process, if the user or fixed bits determine it."""
+    def __init__(
+        self, cores: int, threads: int | None, gradient_bytes: int, devices: Sequence[torch.device] = ()
+    ) -> None:
+        """`threads`: of each worker, also of this process, if the user or fixed bits determine it. `devices`: where
+        workers may be, beside the cores."""
         self.cores, self.alone, self._bytes = cores, Configuration(1, threads), gradient_bytes
         most = cores // (threads or 1)
         counts = [most >> halved for halved in range(most.bit_length()) if most >> halved > 1]
         self.several = [Configuration(count, threads or cores // count) for count in counts]
         fewer = [cores >> halved for halved in range(1, cores.bit_length())] if threads is None else []
-        self.others: Sequence[Configuration] = [*self.several, *(Configuration(1, count) for count in fewer)]
+        many = {1, len(devices)} if devices else ()
+        on_devices = [Configuration(count, threads, (*devices[:count],)) for count in sorted(many)]
+        self.others = [*self.several, *(Configuration(1, count) for count in fewer), *on_devices]
         self.forget()
 
     def forget(self) -> None:
@@ -92,35 +112,46 @@ class Outlook:
     @property
     def preferred(self) -> Configuration:
         """The fastest configuration that was timed, or this process if that is about as fast."""
-        alone = min((timed for timed in self.times if timed.workers == 1), key=self.times.__getitem__)
+        alone = min((timed for timed in self.times if timed.is_here), key=self.times.__getitem__)
         return self.best if self.least < GAIN * self.times[alone] else alone
 
     def probed(self, whole: float, half: float | None) -> None:
         """Note the seconds of a share, one of `several[0]`, and of half of one, where that can be told."""
-        workers, threads = self.several[0]
+        workers, threads, _ = self.several[0]
         fixed = 0.0 if half is None else min(max(2 * half - whole, 0.0), whole)
         rest = (whole - fixed) * workers * (threads or 1)
         waits = 0.0 if self.alone.threads else max(self.times[self.alone] - fixed - rest / self.cores, 0.0)
         self.costs = Costs(fixed, rest, waits, self.cores)
 
     def expected(self, other: Configuration) -> float:
-        """Return the seconds of an evaluation, as the costs of a share have it."""
+        """Return the seconds of an evaluation on the cores, as the costs of a share have it."""
         assert self.costs is not None
         seconds = self.costs.of(other.workers, other.threads or self.cores)
-        return seconds if other.workers == 1 else seconds + coordination(other.workers, self._bytes)
+        return seconds if other.is_here else seconds + coordination(other.workers, self._bytes)
 
     def hoped(self, other: Configuration) -> float:
         """Return the seconds that an evaluation may take: as expected, or less by what others took less, and by some
         more beside the fastest one."""
+        if other.devices:
+            return self._hoped_of_devices(other)
         if self.refused:
-            is_possible = other.workers == 1 and self.least < SHORT and self._is_beside_best(other)
+            is_possible = other.is_here and self.least < SHORT and self._is_beside_best(other)
             return DOUBT * self.least if is_possible else math.inf
-        less = min([1.0, *(seconds / self.expected(timed) for timed, seconds in self.times.items())])
+        on_cores = {timed: seconds for timed, seconds in self.times.items() if not timed.devices}
+        less = min([1.0, *(seconds / self.expected(timed) for timed, seconds in on_cores.items())])
         return less * self.expected(other) * (DOUBT if self._is_beside_best(other) else 1.0)
+
+    def _hoped_of_devices(self, other: Configuration) -> float:
+        one = self.times.get(other._replace(workers=1, devices=other.devices[:1]))
+        if other.workers > 1 and (self.refused or one is None):  # the first device tells about the others
+            return math.inf
+        return CROSSING if one is None else max(one / other.workers, CROSSING)
 
     def _is_beside_best(self, other: Configuration) -> bool:
         """Tell whether this has half or twice the workers, or the threads of this process, of the fastest so far."""
         best = self.best
+        if best.devices:
+            return False
         one, two = other.workers, best.workers
         if one == 1 == two:
             one, two = other.threads or self.cores, best.threads or self.cores
@@ -128,13 +159,16 @@ class Outlook:
             return False
         return max(one, two) <= 2 * min(one, two) + 1
 
-    @property
-    def promising(self) -> Configuration | None:
-        """The configuration to try next, of which more is hoped than was measured: of this process first, since that
-        starts nothing; None if there is none."""
+    def promising(self, price: Callable[[Configuration], float]) -> Configuration | None:
+        """Return the configuration to try next, of which more is hoped than was measured: the one that pays soonest for
+        the seconds of its start, its `price`; None if there is none."""
         hopes = {other: self.hoped(other) for other in self.others if other not in self.times}
         found = [other for other, seconds in hopes.items() if seconds < GAIN * self.least]
-        return min(found, key=lambda other: (other.workers > 1, hopes[other]), default=None)
+
+        def evaluations_until_it_pays(other: Configuration) -> tuple[float, float]:
+            return price(other) / (self.least - hopes[other]), hopes[other]
+
+        return min(found, key=evaluations_until_it_pays, default=None)
 
     def __str__(self) -> str:
         measured = ", ".join(f"{timed} {ms(seconds)}" for timed, seconds in self.times.items())

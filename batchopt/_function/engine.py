@@ -34,6 +34,7 @@ from batchopt._function.attempt import Attempt
 from batchopt._function.auto import Auto
 from batchopt._function.checks import cut_differences, locate_nonfinite, refuse_frequencies
 from batchopt._function.compilation import DIFFERS, Compilation, abandon
+from batchopt._function.costs import Configuration
 from batchopt._function.fitting import Fitting, sizes_of
 from batchopt._function.observer import Evaluated, Trial
 from batchopt._function.observers import Observers
@@ -556,11 +557,10 @@ class Engine:
         if self.policies.auto is not None:
             self.policies.auto.resized(self, automatic)
 
-    def use(self, workers: int, threads: int | None, step: Step | None = None) -> None:
-        """Evaluate by another number of workers and threads, and continue this step there; without one, a batch has
-        to be loaded again."""
+    def use(self, configuration: Configuration, step: Step | None = None) -> None:
+        """Evaluate by other workers, and continue this step there; without one, a batch has to be loaded again."""
         self.forget()  # also if this is interrupted
-        self.workers.use(workers, threads)
+        self.workers.use(configuration)
         if step is not None:
             self.workers.load(self.workers.prepare(step.batch), step.weights)
             self.step = step._replace(plan=self.workers.plan(step.batch.size, step.chunk_size))

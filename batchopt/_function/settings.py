@@ -14,6 +14,7 @@ from batchopt._data import arguments
 from batchopt._data.batches import BatchSpec, BatchSpecs
 from batchopt._data.denominators import resolve_reduction
 from batchopt._data.terms import Term, read_terms
+from batchopt._function.costs import Configuration
 from batchopt._mapreduce.compression import Compression, read_compress
 from batchopt._mapreduce.speeds import Speeds
 from batchopt.backends import BACKENDS, backend_class, effective_backend
@@ -39,8 +40,8 @@ class Settings:
 
     `reduction` None: the criterion's own, else the mean. `parallelize` None: as many workers as there is room for at
     any time. `threads_per_worker` None: chosen by the backend. `deterministic`: torch was set to use deterministic
-    algorithms. `options` are the backend's own. `automatic`: the number of
-    workers is chosen by measured times; `sizes_chunks`: so is the size of chunks, and `chunk_size` is None.
+    algorithms. `options` are the backend's own. `automatic`: the number of workers is chosen by measured times, on the
+    cores or on `candidates` (`devices` is None); `sizes_chunks`: so is the size of chunks, and `chunk_size` is None.
     """
 
     criterion: Callable[..., Any] | None
@@ -73,6 +74,7 @@ class Settings:
     history: int
     compress: Compression | None
     automatic: bool = False
+    candidates: tuple[torch.device, ...] = ()
     sizes_chunks: bool = False
     deterministic: bool = field(default_factory=torch.are_deterministic_algorithms_enabled)
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -86,7 +88,8 @@ class Settings:
         devices = arguments.read_devices(found["devices"], found["parallelize"])
         workers = kind.read_workers(found["parallelize"] if devices is None else len(devices))
         instead = {name: found[name] for name in ("criterion", "loss_fn", "reduction", "denominators", "collate_fn")}
-        automatic = _is_automatic(found, devices, workers)
+        automatic = _is_automatic(found, workers)
+        candidates = devices if automatic and devices is not None else ()
         terms = read_terms(found["terms"], residual=given["residual"], **instead)
         if given["residual"] is not None:
             found["loss_fn"] = _mean_square(given["residual"], found)
@@ -98,12 +101,15 @@ class Settings:
         found["compress"] = read_compress(found["compress"])
         if found["chunk_size"] == "auto":
             found |= {"chunk_size": None, "sizes_chunks": True}
-        settings = cls(**{**found, "terms": terms, "devices": devices, "parallelize": 1 if automatic else workers})
+        found |= {"devices": None if automatic else devices, "parallelize": 1 if automatic else workers}
+        settings = cls(**{**found, "terms": terms, "candidates": candidates})
         if settings.compress is not None and not issubclass(kind, CompressingBackend):
             raise ValueError(
                 f"`compress` is for gradients that cross a network, got backend={settings.backend!r}, where none does: "
                 "leave it out, or use backend='ray'"
             )
+        if candidates:
+            _check_candidates(settings)
         if settings.compile and not kind.compiles:
             raise ValueError(f"`compile` is not possible with backend={settings.backend!r}: leave it out")
         threads = settings.threads_per_worker
@@ -117,8 +123,14 @@ class Settings:
         device as the only one of `devices` asks for, too."""
         if device.type == "cpu":
             return self
-        is_its_own = self.devices is not None and [_indexed(one) for one in self.devices] == [_indexed(device)]
-        return replace(self, devices=None if is_its_own else self.devices, automatic=False)
+        devices = self.devices or self.candidates or None
+        is_its_own = devices is not None and [_indexed(one) for one in devices] == [_indexed(device)]
+        return replace(self, devices=None if is_its_own else devices, automatic=False, candidates=())
+
+    def using(self, configuration: Configuration) -> Settings:
+        """Return these settings with other workers."""
+        workers, threads, devices = configuration
+        return replace(self, parallelize=workers, threads_per_worker=threads, devices=devices or None)
 
     @property
     def loss_fns(self) -> tuple[LossFunction | None, ...]:
@@ -172,10 +184,21 @@ def _indexed(device: torch.device) -> torch.device:
     return torch.device(device.type, device.index or 0)
 
 
-def _is_automatic(found: Mapping[str, Any], devices: Any, workers: int | None) -> bool:
+def _is_automatic(found: Mapping[str, Any], workers: int | None) -> bool:
     """Tell whether times decide about workers: with hooks or precode they may have state that another number loses."""
-    asked = found["parallelize"] == "auto" and found["backend"] == "process" and devices is None
-    return asked and workers != 1 and all(found[name] is None for name in ("speeds", "precode", "prehook", "posthook"))
+    asked = found["parallelize"] == "auto" and found["backend"] == "process"
+    is_choice = workers != 1 or found["devices"] is not None
+    return asked and is_choice and all(found[name] is None for name in ("speeds", "precode", "prehook", "posthook"))
+
+
+def _check_candidates(settings: Settings) -> None:
+    """Raise `ValueError` for settings under which times cannot decide between cores and devices."""
+    between = "parallelize='auto' with `devices` takes whatever is faster, cores or devices"
+    if settings.fixed_bits:
+        fixing = "`chunk_size`" if settings.chunk_size is not None else "torch.use_deterministic_algorithms(True)"
+        raise ValueError(f"{between}, whose bits differ, and {fixing} fixes them: leave out one of the three")
+    if settings.compile is True:
+        raise ValueError(f"{between}, and compile=True is for cores alone: leave out `devices`, or use compile='auto'")
 
 
 def _mean_square(residual: Any, found: Mapping[str, Any]) -> MeanSquare:

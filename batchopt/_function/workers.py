@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from batchopt._data import arguments
 from batchopt._function.checks import refuse_frequencies
+from batchopt._function.costs import Configuration
 from batchopt._function.settings import Settings
 from batchopt._function.step import Step
 from batchopt._mapreduce.plan import NEW, Plan, make_plan, replan
@@ -316,15 +317,15 @@ class Workers:
         change like that."""
         if self.speeds.fixed and speeds is None:
             raise ValueError("`speeds` were given: resize(parallelize, speeds=...) needs them for the new workers")
-        if self._settings.devices is not None:
+        if self._settings.devices is not None and not self._settings.candidates:
             raise ValueError("`devices` were given, one for each worker: build a new BatchOptimizer with others")
         asked = backend_class(self._settings.backend).read_workers(parallelize)
         workers = len(self.infos) + self.backend.room() if asked is None else asked
         given = None if speeds is None else arguments.read_speeds(speeds, workers)
-        settings = replace(self._settings, parallelize=asked)
+        settings = replace(self._settings, parallelize=asked, devices=None)
         before()
         self._placed = self._plan = None
-        if settings.alone != self.alone:
+        if settings.alone != self.alone or self._settings.devices is not None:
             self._restart(settings)
         else:
             self.backend.resize(workers)
@@ -341,13 +342,13 @@ class Workers:
         self._change_mode(threads=settings.threads_per_worker)
 
     @property
-    def configuration(self) -> tuple[int, int | None]:
-        """The number of workers, and of threads of each, as for `use`."""
-        return len(self.infos), self._settings.threads_per_worker
+    def configuration(self) -> Configuration:
+        """The number of workers, and of threads of each, and where they are."""
+        return Configuration(len(self.infos), self._settings.threads_per_worker, self._settings.devices or ())
 
-    def use(self, workers: int, threads: int | None) -> None:
-        """Evaluate by another number of workers and threads: 1 is this process. Raises what `Workers` raises."""
-        settings = replace(self._settings, parallelize=workers, threads_per_worker=threads)
+    def use(self, configuration: Configuration) -> None:
+        """Evaluate by other workers. Raises what `Workers` raises."""
+        settings = self._settings.using(configuration)
         self._placed = self._plan = None
         if not (settings.alone and self.alone):
             self._restart(settings)
@@ -363,9 +364,9 @@ class Workers:
         finally:
             self._change_mode(threads=self._settings.threads_per_worker)
 
-    def anticipate(self, workers: int, threads: int | None) -> None:
-        """Begin the slow part of starting this many workers. Raises for faults that can be known before."""
-        settings = replace(self._settings, parallelize=workers, threads_per_worker=threads)
+    def anticipate(self, configuration: Configuration) -> None:
+        """Begin the slow part of starting these workers. Raises for faults that can be known before."""
+        settings = self._settings.using(configuration)
         settings.backend_class.anticipate(setup_of(self._subject, settings))
 
     def can_start(self) -> bool:
