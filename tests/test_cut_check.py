@@ -277,6 +277,23 @@ def test_rounding_of_a_sum_that_cancels_is_no_difference(seed: int) -> None:
             opt.evaluate()  # a warning is an error here
 
 
+class Steep(Mlp):
+    """Has a parameter in front of which every loss is infinitely steep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.corner = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + (self.corner - 1.0).sqrt()
+
+
+def test_a_rounding_error_that_is_infinite_excuses_no_difference() -> None:
+    case = mlp()
+    with BatchOptimizer(Steep().double(), root, optimizer=None, chunk_size=20) as opt:
+        assert len(said(opt, case.inputs, case.targets)) == 1
+
+
 def test_torchs_own_criteria_are_not_compared_unless_denominators_are_given() -> None:
     case, calls = mlp(), []
     module = Mlp().double()

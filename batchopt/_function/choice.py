@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from enum import Enum
 from statistics import median
@@ -12,6 +13,8 @@ from batchopt._function.costs import SHORT, Configuration, Outlook
 
 # Evaluations after which a share is probed in any case; short ones are timed so often.
 MANY = 40
+# Seconds that are timed, if that does not take more evaluations: what disturbs a machine may last for a tenth of it.
+LONG = 0.25
 # Fewer threads, and devices, are given up early if they take this many times as long as the best before.
 HOPELESS = 1.5
 # Startup cost of workers in seconds: the first with so many threads, later ones, and those on devices.
@@ -90,7 +93,7 @@ class Choice:
             return 3
         # Probing takes as long as some evaluations: a short program never does.
         is_first = not self.outlook.times and self.outlook.alone.threads is None
-        return MANY if is_first and seconds < SHORT else 6
+        return MANY if is_first and seconds < SHORT else min(MANY, max(6, math.ceil(LONG / seconds)))
 
     # ---- what a share tells
 
