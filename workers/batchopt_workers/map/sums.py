@@ -225,35 +225,6 @@ def collect(
 
     A first gradient overwrites the row: cheaper than zeroing the row and accumulating there.
     """
-    views = row.views
-    if not row.gradient.is_cpu:
-        _collect_at_once(parameters, row, weight, used, chunk)
-        return
-    for i, parameter in parameters:
-        gradient = parameter.grad
-        if gradient is None:
-            continue
-        if faults.hook is not None:
-            faults.point("worker.collect", chunk)
-        parameter.grad = None
-        view = views[i]
-        if gradient.is_sparse:
-            gradient = gradient.to_dense()
-        if used[i]:
-            view.add_(gradient, alpha=weight)
-        elif weight == 1.0:
-            view.copy_(gradient)
-        elif gradient.dtype == view.dtype:
-            torch.mul(gradient, weight, out=view)
-        else:
-            view.copy_(gradient).mul_(weight)
-        used[i] = 1
-
-
-def _collect_at_once(
-    parameters: Iterable[tuple[int, torch.Tensor]], row: Row, weight: float, used: bytearray, chunk: int
-) -> None:
-    """`collect` on a card, to which a kernel for each parameter would be more than the work."""
     first: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
     more: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
     for i, parameter in parameters:
@@ -267,10 +238,14 @@ def _collect_at_once(
         views.append(row.views[i])
         gradients.append(gradient.to_dense() if gradient.is_sparse else gradient)
         used[i] = 1
-    if first[0]:
-        torch._foreach_copy_(*first)
+    views, gradients = first
+    if views and weight != 1.0 and row.gradient.is_cpu and views[0].dtype == gradients[0].dtype:
+        for view, gradient in zip(views, gradients, strict=True):
+            torch.mul(gradient, weight, out=view)  # passes over memory once
+    elif views:  # by one call: on a card a kernel for each parameter would be more than the work
+        torch._foreach_copy_(views, gradients)
         if weight != 1.0:
-            torch._foreach_mul_(first[0], weight)
+            torch._foreach_mul_(views, weight)
     if more[0]:
         torch._foreach_add_(*more, alpha=weight)
 
