@@ -281,6 +281,7 @@ build(devices=["cpu", "gpu"], parallelize=1) -> ValueError: no device
 build(devices=["cpu", "meta"], parallelize=1) -> ValueError: got 'meta'
 build(devices=["cuda:99", "cpu"], parallelize=1) -> ValueError: CUDA devices
 build(devices=["cpu:0"], parallelize="auto", chunk_size=4) -> ValueError: bits differ, and `chunk_size` fixes them
+build(devices=["cpu:0"], parallelize="auto", backend="ranks") -> ValueError: are for backend='process'
 build(devices=["cpu:0"], parallelize="auto", compile=True) -> ValueError: compile=True is for cores alone
 build(backend="ray", ray_options=[1]) -> TypeError: `ray_options` must be a dict of options of a Ray actor, got list
 build(backend="ray", ray_options={"max_restarts": 3}) -> ValueError: may not have ['max_restarts']: workers are placed a

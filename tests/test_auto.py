@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import math
 import os
+import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -140,20 +142,44 @@ def test_a_batch_is_not_cut_where_that_would_change_f() -> None:
         assert len(opt.workers) == 1 and "how the batch is cut" in choice_of(opt).reason
 
 
-@pytest.mark.usefixtures("two_cores")
-def test_a_device_is_used_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+# ---- devices: "cpu:0" stands for one, as its worker has copies of X and the module
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch, two_cores: None) -> Callable[[dict[tuple[int, int], float]], None]:
+    """Devices, too, start as soon as they are expected to be faster; evaluations take these seconds, by the number of
+    workers and of devices."""
     monkeypatch.setattr("batchopt._function.choice.DEVICE", 0.0)
+    with BatchOptimizer(**parts(Mlp().double())) as opt:
+        kind = type(choice_of(opt))
+    took, probed = kind.took, kind.probed
+
+    def take(seconds: dict[tuple[int, int], float]) -> None:
+        def of(found: Any) -> float:
+            return seconds[found.configuration.workers, len(found.configuration.devices)]
+
+        monkeypatch.setattr(kind, "took", lambda self, _: took(self, of(self)))
+        monkeypatch.setattr(kind, "probed", lambda self, *_: probed(self, 0.05, None))
+
+    return take
+
+
+def chosen(opt: BatchOptimizer) -> tuple[set[float], list[str]]:
+    """The values of f until it has chosen; where the workers are then, `here` for this process."""
+    case, found = mlp(), set()
+    opt.load(case.inputs, case.targets)
+    while not has_chosen(opt):
+        found.add(round(opt.evaluate().item(), 12))
+    found.add(round(opt.evaluate().item(), 12))
+    return found, ["here" if worker.pid == os.getpid() else str(worker.device) for worker in opt.workers]
+
+
+def test_a_device_is_used_where_it_is_faster(at_once: Any) -> None:
     case, module = mlp(), Slow(0.0)
     expected, gradient = reference(module, case.criterion, case.inputs, case.targets)
-    # "cpu:0" stands for a device: its worker has copies of X and the module
     given: dict[str, Any] = {**parts(module), "devices": ["cpu:0", "cpu:0"]}
+    at_once({(1, 0): 0.1, (1, 1): 0.03, (2, 2): 0.04, (2, 0): 0.1})
     with BatchOptimizer(**given) as opt:
-        kind, took, probed = type(choice_of(opt)), type(choice_of(opt)).took, type(choice_of(opt)).probed
-        times = {(1, 0): 0.1, (1, 1): 0.03, (2, 2): 0.04}  # workers, devices
-        monkeypatch.setattr(
-            kind, "took", lambda self, _: took(self, times[self.configuration.workers, len(self.configuration.devices)])
-        )
-        monkeypatch.setattr(kind, "probed", lambda self, *_: probed(self, 0.05, None))
         opt.load(case.inputs, case.targets)
         while not has_chosen(opt):
             torch.testing.assert_close(opt.evaluate().item(), expected, rtol=1e-12, atol=0)
@@ -164,6 +190,8 @@ def test_a_device_is_used_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) ->
         assert [(worker.pid == os.getpid(), str(worker.device)) for worker in opt.workers] == [(False, "cpu:0")]
         tried = set(choice_of(opt).outlook.times)
         assert {len(one.devices) for one in tried} == {0, 1, 2} and "a worker on cpu:0" in choice_of(opt).reason
+        with pytest.raises(ValueError, match="share memory"):
+            opt.hogwild((case.inputs, case.targets), lambda p: torch.optim.SGD(p, lr=1e-3), batch_size=8)
         opt.resize(2)  # on the cores
         assert opt.run_on_workers(lambda worker: str(worker.device)) == ["cpu", "cpu"]
         opt.resize("auto")
@@ -174,11 +202,91 @@ def test_a_device_is_used_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) ->
             opt.load(case.inputs, case.targets)
             torch.testing.assert_close(opt.evaluate().item(), expected, rtol=1e-12, atol=0)
             assert [str(worker.device) for worker in opt.workers] == [where]
+            for wrong in (None, "cpu:0", ["gpu:0"], [0]):
+                with pytest.raises(ValueError, match="devices"):
+                    opt.load_state_dict({**state, "parallelize": {**state["parallelize"], "devices": wrong}})
 
 
-def test_devices_with_state_in_workers_are_used_at_once() -> None:
-    with BatchOptimizer(**parts(Mlp().double()), prehook=lambda worker, sample: None, devices=["cpu:0"] * 2) as opt:
+def test_devices_do_not_cut_a_batch_where_that_would_change_f(at_once: Any) -> None:
+    """Also where no workers on the cores come into question, whose share would be timed."""
+    at_once({(1, 0): 0.1, (1, 1): 0.06, (2, 2): 0.03})
+    normalised = nn.Sequential(Mlp(), nn.BatchNorm1d(4)).double()
+    for module, criterion in (
+        (normalised, nn.MSELoss()),
+        (Mlp().double(), lambda y, t: (y - t).square().mean().sqrt()),
+    ):
+        given = {**parts(module), "criterion": criterion, "devices": ["cpu:0"] * 2, "threads_per_worker": 2}
+        with BatchOptimizer(**given) as opt:
+            found, where = chosen(opt)
+            assert len(found) == 1 and where == ["cpu:0"]
+
+
+class Elsewhere(nn.Module):
+    """Does something in other processes, where it sees all samples."""
+
+    def __init__(self, does: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.body, self.does, self.here = Mlp().double(), does, os.getpid()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.body(x)
+        return self.does(found) if len(x) == 37 and os.getpid() != self.here else found
+
+
+def fails(y: torch.Tensor) -> torch.Tensor:
+    """A device that is broken."""
+    raise RuntimeError("CUDA error")
+
+
+def other(y: torch.Tensor) -> torch.Tensor:
+    """Another f."""
+    return 1.01 * y
+
+
+@pytest.mark.parametrize("does", [fails, other])
+def test_where_a_device_fails_or_finds_another_f_the_choice_goes_on_without_it(at_once: Any, does: Any) -> None:
+    at_once({(1, 0): 0.1, (1, 1): 0.01, (2, 0): 0.05})
+    with BatchOptimizer(**parts(Elsewhere(does)), devices=["cpu:0"]) as opt:
+        found, where = chosen(opt)
+        assert len(found) == 1 and where == ["cpu", "cpu"] and "a worker on cpu:0 failed" in choice_of(opt).reason
+
+
+def test_an_interrupt_before_a_device_was_compared_leaves_it_unused(
+    at_once: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_once({(1, 0): 0.1, (1, 1): 0.01, (2, 0): 0.05})
+    calls, compared = [], vars(sys.modules["batchopt._function.auto"])["_f"]
+
+    def interrupted(*args: Any) -> float:
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        found: float = compared(*args)
+        return found
+
+    monkeypatch.setattr("batchopt._function.auto._f", interrupted)
+    with BatchOptimizer(**parts(Elsewhere(other)), devices=["cpu:0"]) as opt:
+        with pytest.raises(KeyboardInterrupt):
+            chosen(opt)
+        found, where = chosen(opt)
+        assert len(found) == 1 and where == ["cpu", "cpu"]
+
+
+def test_devices_with_state_in_workers_are_used_at_once_and_what_was_chosen_stays(at_once: Any) -> None:
+    case, given = mlp(), {**parts(Mlp().double()), "devices": ["cpu:0"] * 2}
+    with BatchOptimizer(**given, prehook=lambda worker, sample: None) as opt:
         assert [str(worker.device) for worker in opt.workers] == ["cpu:0", "cpu:0"]
+    with BatchOptimizer(**given) as opt:
+        assert opt.run_on_workers(lambda worker: str(worker.device)) == ["cpu:0", "cpu:0"]
+    at_once({(1, 0): 0.1, (1, 1): 0.02, (2, 2): 0.05, (2, 0): 0.09})
+    with BatchOptimizer(**given) as opt:
+        opt.load(case.inputs, case.targets)
+        while not has_chosen(opt):
+            opt.evaluate()
+        opt.run_on_workers(lambda worker: worker.state.update(mine=1))  # before the next evaluation would change them
+        opt.load(case.inputs, case.targets)
+        opt.evaluate()
+        assert opt.run_on_workers(lambda worker: worker.state) == [{"mine": 1}]
 
 
 # ---- where the number of workers stays

@@ -138,6 +138,7 @@ ON_CARD, ON_TWO = Configuration(1, None, (CARD,)), Configuration(2, None, (CARD,
         ({ALONE: 0.1, TWO: 0.06, ON_CARD: 0.01, ON_TWO: 0.006}, 2000, ON_TWO),
         ({ALONE: 0.1, TWO: 0.06, ON_CARD: 0.09, ON_TWO: 0.1}, 2000, TWO),  # it was tried, and the cores are faster
         ({ALONE: 0.3e-3, ONE: 0.4e-3, TWO: 1.0}, 20_000, ALONE),  # to reach it takes longer
+        ({ALONE: 0.5e-3, ONE: 0.6e-3, TWO: 1.0}, 100, ALONE),  # it would pay after too many
     ],
 )
 def test_choices_among_cores_and_devices(
@@ -146,6 +147,7 @@ def test_choices_among_cores_and_devices(
     found = Choice(2, None, 0, (CARD, CARD))
     follow(found, lambda configuration: seconds.get(configuration, 1.0), (seconds[TWO] / 2, None), evaluations)
     assert found.configuration == expected
+    assert found.phase is Phase.CHOSEN or evaluations < 100  # nothing that is compiled has to wait for it
 
 
 def test_one_device_is_tried_where_the_batch_cannot_be_cut_or_there_is_one_core_but_not_two() -> None:
@@ -158,6 +160,7 @@ def test_one_device_is_tried_where_the_batch_cannot_be_cut_or_there_is_one_core_
             found.next(found.configuration, movable=True, ready=True)
         found.took(times.get(found.configuration, 1.0))
     assert found.configuration == ON_CARD and ON_TWO not in found.outlook.times
+    assert found.outlook.refused and found.outlook.is_cut_known
     found = Choice(1, None, 0, (CARD,))
     follow(found, times.__getitem__, None, 200)
     assert found.configuration == ON_CARD and found.phase is Phase.CHOSEN

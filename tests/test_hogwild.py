@@ -209,6 +209,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [
     ({}, {"optimizer": "sgd"}, TypeError, "`optimizer` must be callable"),
     ({}, {"data": LISTS}, ValueError, "lists of samples need a `collate_fn`"),
     ({}, {"optimizer": lambda parameters: 1 // 0}, WorkerError, "ZeroDivisionError"),
+    ({**DEVICES, "parallelize": "auto"}, {}, ValueError, "needs workers that share memory"),
     (DEVICES, {}, ValueError, "needs workers that share memory: backend='process' without `devices`"),
 ]
 

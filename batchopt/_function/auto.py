@@ -52,6 +52,7 @@ class Auto:
         self._size, self._others = 0, 0  # samples of a batch, and how many batches since had another size
         self._is_fresh = False  # the loaded batch was not evaluated yet
         self._starts = False  # the start of workers is being prepared
+        self._is_compared = True  # f of the present configuration with that of this process
 
     # ---- what is timed
 
@@ -86,10 +87,12 @@ class Auto:
     def before(self, engine: Engine) -> None:
         """Do what the choice asks for next, if the loaded batch allows it."""
         choice, step, before = self.choice, engine.step, self.choice.phase
-        if before is Phase.CHOSEN and choice.configuration == self._present:
+        if before is Phase.CHOSEN and choice.configuration == self._present and self._is_compared:
             return
         if step is None or step.ended or engine.subject.buffers.is_written:
             return
+        if not self._is_compared:
+            self._start_again(engine)
         if choice.is_due:
             self._probe(engine, step)
         # In a step that has begun, and draws random numbers, another number of chunks would be another f.
@@ -109,10 +112,12 @@ class Auto:
         """Time a worker's share of the batch, unless there is a reason not to cut that."""
         try:
             reason = self._reason_against(engine, step)
-            if reason is None:
-                self.choice.probed(*self._seconds_of_a_share(engine, step))
-            else:
+            if reason is not None:
                 self.choice.refuse(reason)
+            elif self.choice.share.devices:
+                self.choice.allow()
+            else:
+                self.choice.probed(*self._seconds_of_a_share(engine, step))
         except WorkerError as error:  # the loss cannot be evaluated on part of the batch
             self.choice.refuse(f"a part of the batch cannot be evaluated: {error}")
 
@@ -154,29 +159,36 @@ class Auto:
                 engine.workers.anticipate(wanted)
             self._starts = not wanted.is_here and not engine.workers.can_start()
         except _CANNOT as error:
-            self.choice.choose(f"workers cannot start: {error}")
+            self.choice.fail(wanted, f"workers cannot start: {error}", self._present)
             return False
         return not self._starts
 
     def _change(self, engine: Engine, configuration: Configuration, step: Step) -> None:
-        """Use another configuration, for the loaded batch too; the previous one if workers cannot, or find another f
-        than this process."""
+        """Use another configuration, for the loaded batch too; the fastest one so far if that cannot evaluate it, or
+        finds another f than the present one."""
+        if configuration.is_here:
+            self._use(engine, configuration)
+            return
         before, reason = self._present, ""
         try:
             # the same chunks in both, since each draws its own random numbers
             cut = make_plan(step.batch.size, step.chunk_size, Speeds.unknown(configuration.workers)).cut
             here = _f(engine, step, cut)
+            self._is_compared = False
             self._use(engine, configuration)
             there = _f(engine, engine.ready(), cut)
             tolerance = _TOLERANCE[engine.subject.x.dtype.itemsize > 4]
             if math.isfinite(here) and not abs(there - here) <= tolerance * abs(here):  # also where that is NaN
-                reason = "workers compute something else than this process: opt.check() with parallelize=2 says more"
+                reason = _different(configuration, there, here)
         except _CANNOT as error:
             reason = f"workers cannot evaluate this: {error}"
         if reason:
-            self.choice.choose(reason, before)
+            if configuration.devices:
+                engine.observers.decided("parallelize='auto' does not use %s: %s", configuration, reason)
+            self.choice.fail(configuration, reason, before)
             engine.step = step  # also where workers could not load it
-            self._use(engine, before)
+            self._use(engine, self.choice.configuration)
+        self._is_compared = True
 
     def _use(self, engine: Engine, configuration: Configuration) -> None:
         began = time.perf_counter()
@@ -184,16 +196,25 @@ class Auto:
         self._present = configuration
         engine.observers.did("parallelize", began)
 
+    def _start_again(self, engine: Engine) -> None:
+        """Go back to this process, and choose again, because an interrupt came before workers were compared with it."""
+        self.choice.begin()
+        self._use(engine, self.choice.configuration)
+        self._is_compared = True
+
     # ---- what the user decides
 
     def freeze_workers(self, engine: Engine) -> None:
-        """Keep the number of workers from now on, as it was chosen, or one per core: they may have state of the
-        user's."""
+        """Keep the workers from now on, as they were chosen, or else one for each device or core: they may have state
+        of the user's."""
+        outlook = self.choice.outlook
         if self.choice.phase is not Phase.CHOSEN:
-            found = self.choice.share if self.choice.outlook.several else self.choice.outlook.alone
-            self.choice.choose("workers may have state", found)
-            self._use(engine, found)
-        self.choice.outlook.times.clear()
+            found = [*outlook.on_devices[-1:], *outlook.several[:1], outlook.alone]
+            self.choice.choose("workers may have state", found[0])
+        if self.choice.configuration != self._present or not self._is_compared:
+            self._use(engine, self.choice.configuration)
+            self._is_compared = True
+        outlook.times.clear()
 
     def resized(self, engine: Engine, automatic: bool) -> None:
         """Keep the number of workers, which the user has changed; choose again if that is to be `automatic`."""
@@ -220,12 +241,18 @@ class Auto:
         that may be used here."""
         devices = tuple(map(torch.device, state.get("devices", ())))
         configuration = Configuration(state["workers"], state["threads"], devices)
-        fits = configuration.workers * (configuration.threads or 1) <= usable_cores()
-        if devices:
-            fits = configuration in self.choice.outlook.others
+        on_cores = not devices and configuration.workers * (configuration.threads or 1) <= usable_cores()
+        fits = on_cores or configuration in self.choice.outlook.on_devices
         if fits and given in (None, configuration.threads):
             self.choice.choose("resumed", configuration)
             self._size = state["samples"]
+
+
+def _different(configuration: Configuration, there: float, here: float) -> str:
+    """Say that f differs, and what it may be."""
+    if configuration.devices:
+        return f"f is {there:.9g} there, not {here:.9g}: does it draw random numbers, or use TF32?"
+    return "workers compute something else than this process: opt.check() with parallelize=2 says more"
 
 
 def _seconds_of(workers: Workers, step: int, plan: Plan) -> float:

@@ -1,4 +1,4 @@
-"""The choice between this process and worker processes, by measured times: decisions only."""
+"""The choice between this process, worker processes and devices, by measured times: decisions only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from batchopt._function.costs import SHORT, Configuration, Outlook
 
 # Evaluations after which a share is probed in any case; short ones are timed so often.
 MANY = 40
-# Seconds that are timed, if that does not take more evaluations: what disturbs a machine may last for a tenth of it.
+# Seconds that are timed, if that does not take more than so many: what disturbs a machine may last for a tenth of it.
 LONG = 0.25
 # Fewer threads, and devices, are given up early if they take this many times as long as the best before.
 HOPELESS = 1.5
@@ -58,7 +58,7 @@ class Choice:
         self._evaluations = 0  # timed so far
         self._seconds: list[float] = []  # of the evaluations of the present trial
         if not self.outlook.others:
-            self.choose("there is one core")
+            self.choose("there is nothing else")
 
     def took(self, seconds: float) -> None:
         """Note that an evaluation by `configuration` took this long, loading its batch included."""
@@ -73,7 +73,7 @@ class Choice:
             if len(warm) >= self._enough(seconds) or self._is_hopeless:
                 # not the least: several threads are fast at times, and slow when they wait for each other
                 outlook.times[present], self._seconds = median(warm or self._seconds[HERE:]), []
-                if outlook.costs is not None or outlook.refused or not outlook.several:
+                if outlook.is_cut_known:
                     self._want(outlook.refused or "measured")
                 else:
                     self.phase = Phase.PROBE
@@ -99,8 +99,9 @@ class Choice:
 
     @property
     def share(self) -> Configuration:
-        """The workers, of whose shares one is to be probed: one for each core."""
-        return self.outlook.several[0]
+        """The workers, of whose shares one is to be looked at: one for each core, or else for each device."""
+        assert self.outlook.cut is not None
+        return self.outlook.cut
 
     @property
     def is_due(self) -> bool:
@@ -115,12 +116,30 @@ class Choice:
         """Note that a worker's share took this long in this process, with a worker's threads, and `half` of one that
         long, if samples and not chunks are shared."""
         self.outlook.probed(whole, half)
+        self.allow()
+
+    def allow(self) -> None:
+        """Note that workers can share the batch."""
+        self.outlook.is_cut_known = True
         self._want("expected")
 
     def refuse(self, reason: str) -> None:
         """Note that workers cannot share the batch, for that reason."""
-        self.outlook.refused = reason
+        self.outlook.refused, self.outlook.is_cut_known = reason, True
         self._want(reason)
+
+    def fail(self, failed: Configuration, reason: str, before: Configuration) -> None:
+        """Note that a configuration cannot be used, for that reason: others of its kind cannot, either. `before`: the
+        one in use."""
+        self._seconds = []
+        if not self.outlook.times:  # it was another run's choice
+            self.choose(reason, before)
+        elif failed.devices:
+            untried = [other for other in self.outlook.on_devices if other not in self.outlook.times]
+            self.outlook.times |= dict.fromkeys(untried, math.inf)
+            self._want(reason)
+        else:
+            self.refuse(reason)
 
     # ---- what is tried next
 
@@ -132,13 +151,13 @@ class Choice:
         else:
             self.wanted, self.configuration, self.phase = promising, self.outlook.best, Phase.WAIT
 
-    def _price(self, several: Configuration) -> float:
+    def _price(self, wanted: Configuration) -> float:
         """Return the seconds that starting these workers takes."""
-        if several.is_here:
+        if wanted.is_here:
             return 0.0
-        if several.devices:
+        if wanted.devices:
             return DEVICE
-        return LATER if several.threads == self._threads else FIRST
+        return LATER if wanted.threads == self._threads else FIRST
 
     @property
     def pays(self) -> bool:

@@ -16,6 +16,8 @@ DOUBT = 0.8
 SHORT = 0.02
 # Seconds of coordination of an evaluation by workers: in any case, for each of them, and for each byte of a gradient.
 COORDINATION, EACH, BYTE = 2e-4, 1e-5, 1e-10
+# Evaluations after which a device must have paid for its start, to be tried at all: others wait for the choice.
+PATIENCE = 5000
 # Seconds of an evaluation on a device at least: X and the gradient cross, and the device is waited for.
 CROSSING = 4e-4
 
@@ -89,14 +91,17 @@ class Outlook:
         self.several = [Configuration(count, threads or cores // count) for count in counts]
         fewer = [cores >> halved for halved in range(1, cores.bit_length())] if threads is None else []
         many = {1, len(devices)} if devices else ()
-        on_devices = [Configuration(count, threads, (*devices[:count],)) for count in sorted(many)]
-        self.others = [*self.several, *(Configuration(1, count) for count in fewer), *on_devices]
+        self.on_devices = [Configuration(count, threads, (*devices[:count],)) for count in sorted(many)]
+        self.others = [*self.several, *(Configuration(1, count) for count in fewer), *self.on_devices]
+        # what cuts the batch, of which one is looked at before all others
+        self.cut = next((other for other in (*self.several, *self.on_devices[::-1]) if other.workers > 1), None)
         self.forget()
 
     def forget(self) -> None:
         """Begin anew."""
         self.times: dict[Configuration, float] = {}
         self.costs: Costs | None = None
+        self.is_cut_known = self.cut is None  # whether it was found out if the batch can be cut
         self.refused = ""  # why workers cannot share the batch
 
     @property
@@ -165,13 +170,13 @@ class Outlook:
         hopes = {other: self.hoped(other) for other in self.others if other not in self.times}
         found = [other for other, seconds in hopes.items() if seconds < GAIN * self.least]
 
-        def evaluations_until_it_pays(other: Configuration) -> tuple[float, float]:
-            return price(other) / (self.least - hopes[other]), hopes[other]
-
-        return min(found, key=evaluations_until_it_pays, default=None)
+        pays = {other: price(other) / (self.least - hopes[other]) for other in found}
+        soon = [other for other in found if not other.devices or pays[other] <= PATIENCE]
+        return min(soon, key=lambda other: (pays[other], hopes[other]), default=None)
 
     def __str__(self) -> str:
-        measured = ", ".join(f"{timed} {ms(seconds)}" for timed, seconds in self.times.items())
+        shown = {timed: ms(seconds) if seconds < math.inf else "failed" for timed, seconds in self.times.items()}
+        measured = ", ".join(f"{timed} {how}" for timed, how in shown.items())
         if self.costs is None:
             return measured
         untried = [other for other in self.several if other not in self.times]

@@ -46,7 +46,7 @@ def hogwild(
 ) -> HogwildResult:
     """Step on mini-batches of `data`; documented at `BatchOptimizer.hogwild`."""
     function.check_open()
-    if not function.settings.backend_class.local or function.settings.devices is not None:
+    if not function.settings.backend_class.local or (function.settings.devices or function.settings.candidates):
         raise ValueError("hogwild() needs workers that share memory: backend='process' without `devices`")
     arguments.check_callable("optimizer", optimizer)
     function.freeze_workers()

@@ -173,6 +173,9 @@ def _check_choice(choice: Any) -> None:
     found = choice.get("workers"), choice.get("threads") or 1, choice.get("samples")
     if not all(map(_is_count, found)) or 0 in found[:2]:
         raise ValueError(f"`parallelize` of the state is {choice!r}, which is not a valid value")
+    devices = choice.get("devices", [])
+    if not isinstance(devices, list) or not all(map(_is_device, devices)):
+        raise ValueError(f"`parallelize` of the state has the devices {devices!r}, which is not a valid value")
 
 
 def _check_course(given: Any) -> None:
@@ -186,6 +189,14 @@ def _check_course(given: Any) -> None:
 def _check_compiled(keys: Any) -> None:
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
         raise ValueError(f"`compiled` of the state must be a list of names; got {keys!r}")
+
+
+def _is_device(name: Any) -> bool:
+    """Tell whether this is the name of a device."""
+    try:
+        return isinstance(name, str) and bool(torch.device(name))
+    except RuntimeError:
+        return False
 
 
 def _is_count(value: Any) -> bool:

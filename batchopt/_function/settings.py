@@ -86,6 +86,8 @@ class Settings:
         found = {field.name: given[field.name] for field in fields(cls) if field.name in given}
         kind, options = backend_class(found["backend"]), _read_options(given)
         devices = arguments.read_devices(found["devices"], found["parallelize"])
+        if found["parallelize"] == "auto" and devices is not None and found["backend"] != "process":
+            raise ValueError("`devices` with parallelize='auto' are for backend='process': leave `parallelize` out")
         workers = kind.read_workers(found["parallelize"] if devices is None else len(devices))
         instead = {name: found[name] for name in ("criterion", "loss_fn", "reduction", "denominators", "collate_fn")}
         automatic = _is_automatic(found, workers)
@@ -196,7 +198,7 @@ def _check_candidates(settings: Settings) -> None:
     between = "parallelize='auto' with `devices` takes whatever is faster, cores or devices"
     if settings.fixed_bits:
         fixing = "`chunk_size`" if settings.chunk_size is not None else "torch.use_deterministic_algorithms(True)"
-        raise ValueError(f"{between}, whose bits differ, and {fixing} fixes them: leave out one of the three")
+        raise ValueError(f"{between}, whose bits differ, and {fixing} fixes them: use one of both, without 'auto'")
     if settings.compile is True:
         raise ValueError(f"{between}, and compile=True is for cores alone: leave out `devices`, or use compile='auto'")
 

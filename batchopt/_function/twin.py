@@ -39,6 +39,7 @@ def twin_of(engine: Engine, double: bool, hooks: bool, loaded: bool, changes: di
     plain: dict[str, Any] = dict.fromkeys(("speeds", "devices", "compress"))
     plain |= dict.fromkeys(("check_cut", "automatic", "sizes_chunks", "compile", "graph"), False)
     plain |= {"parallelize": 1, "backend": "serial" if workers == 1 else "process", "options": {}, "verbose": 0}
+    plain |= {"candidates": ()}
     plain |= {"precode": None} if workers == 1 else {}  # it was run in this process already
     settings = replace(engine.settings, **plain, terms=engine.reader.terms).having(program)
     counters = Counters(steps=engine.history.counters.steps - 1)  # so its first step has the same draws
