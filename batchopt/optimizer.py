@@ -61,8 +61,8 @@ class BatchOptimizer(Evaluations):
             module's parameters, or None to only evaluate.
         parallelize: number of workers; 1, the default, is this process itself, except on Ray. `"auto"`: this process or
             workers on all usable cores, whichever is faster by the time of its evaluations; with hooks, `precode` or
-            `speeds`, and from the first `run_on_workers` on, one worker per usable core, since workers may then have
-            state. On Ray as many as there is room for, checked at each step.
+            `speeds`, and from the first `run_on_workers` on, one worker per usable core, or one on each of `devices`,
+            since workers may then have state. On Ray as many as there is room for, checked at each step.
         backend: where workers run. `"process"`, the default: worker processes on this machine. `"ranks"`: in all
             processes of a script started by torchrun, srun or mpirun, each of which has `parallelize` workers and makes
             the same calls. `"ray"`: the machines of a Ray cluster (`pip install batchopt[ray]`): the one that this
