@@ -251,10 +251,11 @@ def test_where_a_device_fails_or_finds_another_f_the_choice_goes_on_without_it(a
         assert len(found) == 1 and where == ["cpu", "cpu"] and "a worker on cpu:0 failed" in choice_of(opt).reason
 
 
-def test_an_interrupt_before_a_device_was_compared_leaves_it_unused(
-    at_once: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("resized", [False, True])
+def test_an_interrupt_before_a_device_was_compared_leaves_it_unused_and_what_the_user_asks_for_then_stays(
+    at_once: Any, monkeypatch: pytest.MonkeyPatch, resized: bool
 ) -> None:
-    at_once({(1, 0): 0.1, (1, 1): 0.01, (2, 0): 0.05})
+    at_once({(1, 0): 0.1, (1, 1): 0.01, (2, 0): 0.05, (3, 0): 0.2})
     calls, compared = [], vars(sys.modules["batchopt._function.auto"])["_f"]
 
     def interrupted(*args: Any) -> float:
@@ -268,8 +269,10 @@ def test_an_interrupt_before_a_device_was_compared_leaves_it_unused(
     with BatchOptimizer(**parts(Elsewhere(other)), devices=["cpu:0"]) as opt:
         with pytest.raises(KeyboardInterrupt):
             chosen(opt)
+        if resized:
+            opt.resize(3)
         found, where = chosen(opt)
-        assert len(found) == 1 and where == ["cpu", "cpu"]
+        assert len(found) == 1 and where == ["cpu"] * (2 + resized)
 
 
 def test_devices_with_state_in_workers_are_used_at_once_and_what_was_chosen_stays(at_once: Any) -> None:

@@ -91,8 +91,9 @@ class Auto:
             return
         if step is None or step.ended or engine.subject.buffers.is_written:
             return
-        if not self._is_compared:
-            self._start_again(engine)
+        if not self._is_compared:  # an interrupt came between: from this process it is compared again
+            self._use(engine, choice.outlook.alone)
+            step, self._is_compared = engine.loaded(), True
         if choice.is_due:
             self._probe(engine, step)
         # In a step that has begun, and draws random numbers, another number of chunks would be another f.
@@ -196,12 +197,6 @@ class Auto:
         self._present = configuration
         engine.observers.did("parallelize", began)
 
-    def _start_again(self, engine: Engine) -> None:
-        """Go back to this process, and choose again, because an interrupt came before workers were compared with it."""
-        self.choice.begin()
-        self._use(engine, self.choice.configuration)
-        self._is_compared = True
-
     # ---- what the user decides
 
     def freeze_workers(self, engine: Engine) -> None:
@@ -211,16 +206,16 @@ class Auto:
         if self.choice.phase is not Phase.CHOSEN:
             found = [*outlook.on_devices[-1:], *outlook.several[:1], outlook.alone]
             self.choice.choose("workers may have state", found[0])
-        if self.choice.configuration != self._present or not self._is_compared:
+        if self.choice.configuration != self._present:
             self._use(engine, self.choice.configuration)
-            self._is_compared = True
+        self._is_compared = True
         outlook.times.clear()
 
     def resized(self, engine: Engine, automatic: bool) -> None:
         """Keep the number of workers, which the user has changed; choose again if that is to be `automatic`."""
         if engine.workers.alone:  # with the threads that were asked for, not a worker's
             engine.use(self.choice.outlook.alone)
-        self._present = engine.workers.configuration
+        self._present, self._is_compared = engine.workers.configuration, True
         if automatic:
             self.choice.begin()
         else:

@@ -13,7 +13,7 @@ from batchopt._function.costs import SHORT, Configuration, Outlook
 
 # Evaluations after which a share is probed in any case; short ones are timed so often.
 MANY = 40
-# Seconds that are timed, if that does not take more than so many: what disturbs a machine may last for a tenth of it.
+# Seconds of a trial, of up to so many evaluations: what disturbs a machine may last for some hundredths of a second.
 LONG = 0.25
 # Fewer threads, and devices, are given up early if they take this many times as long as the best before.
 HOPELESS = 1.5

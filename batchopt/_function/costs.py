@@ -169,7 +169,6 @@ class Outlook:
         the seconds of its start, its `price`; None if there is none."""
         hopes = {other: self.hoped(other) for other in self.others if other not in self.times}
         found = [other for other, seconds in hopes.items() if seconds < GAIN * self.least]
-
         pays = {other: price(other) / (self.least - hopes[other]) for other in found}
         soon = [other for other in found if not other.devices or pays[other] <= PATIENCE]
         return min(soon, key=lambda other: (pays[other], hopes[other]), default=None)

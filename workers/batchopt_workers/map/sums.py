@@ -239,9 +239,12 @@ def collect(
         gradients.append(gradient.to_dense() if gradient.is_sparse else gradient)
         used[i] = 1
     views, gradients = first
-    if views and weight != 1.0 and row.gradient.is_cpu and views[0].dtype == gradients[0].dtype:
+    if weight != 1.0 and row.gradient.is_cpu:
         for view, gradient in zip(views, gradients, strict=True):
-            torch.mul(gradient, weight, out=view)  # passes over memory once
+            if gradient.dtype == view.dtype:
+                torch.mul(gradient, weight, out=view)  # passes over memory once
+            else:
+                view.copy_(gradient).mul_(weight)
     elif views:  # by one call: on a card a kernel for each parameter would be more than the work
         torch._foreach_copy_(views, gradients)
         if weight != 1.0:
