@@ -54,8 +54,8 @@ class Killer(threading.Thread):
             number = self._random.random()
             if (number := number - PARENT_STOPPED) < 0:
                 self._stop_parent()
-            elif (number := number - TEMPLATE_STOPPED) < 0 and forkserver._latest is not None:
-                self._strike(forkserver._latest._process.pid or 0, signal.SIGSTOP, "template stopped")
+            elif (number := number - TEMPLATE_STOPPED) < 0 and forkserver._kept:
+                self._strike(forkserver._kept[-1]._process.pid or 0, signal.SIGSTOP, "template stopped")
             elif (number := number - REENTERED) < 0:
                 os.kill(os.getpid(), signal.SIGUSR1)
             elif ready and (number := number - WORKER_STOPPED) < 0:
@@ -141,15 +141,14 @@ def undisturbed(given: argparse.Namespace, steps: int) -> str:
 
 
 def children() -> set[int]:
-    """Processes that this one is the parent of, but for that which is kept to fork workers from."""
+    """Processes that this one is the parent of, but for those which are kept to fork workers from."""
     found = set()
     for entry in os.listdir("/proc"):
         with suppress(OSError, ValueError, IndexError):
             with open(f"/proc/{int(entry)}/stat") as file:
                 if int(file.read().rpartition(")")[2].split()[1]) == os.getpid():
                     found.add(int(entry))
-    kept = forkserver._latest
-    return found if kept is None else found - {kept._process.pid}
+    return found - {server._process.pid for server in forkserver._kept}
 
 
 def main() -> None:

@@ -6,7 +6,6 @@ import gc
 import os
 import re
 import signal
-import sys
 import threading
 import time
 from collections import Counter
@@ -23,14 +22,32 @@ from batchopt.backends.process import forkserver
 from batchopt.backends.process.group import WorkerGroup
 from tests import preload
 
+gc.disable()  # collections while thousands of tests are made are a fifth of that time
 pytest.register_assert_rewrite("tests.backends.contract")
 hypothesis.settings.register_profile("tests", deadline=None)  # how long an example takes says how busy the machine is
 hypothesis.settings.load_profile("tests")
 
-# Folders whose tests have a process in common that takes long to start: one process of pytest runs them all.
-TOGETHER = "faults", "nodes", "ranks"
 # Seconds that a process may need to be gone after its optimizer is.
 PATIENCE = 30.0
+# Folders and files whose tests have a process in common that takes long to start, or a cluster: one process of pytest
+# runs all of them.
+TOGETHER = {"faults", "nodes", "ranks", "cluster", "test_auto"}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Tests of one group are one piece of work, and any other test is."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    scheduler = LoadScopeScheduling(config, log)
+    scheduler._split_scope = group_of
+    return scheduler
+
+
+def group_of(nodeid: str) -> str:
+    """The name of a test's group; its own without one."""
+    path = Path(nodeid.partition("::")[0])
+    return next(iter(TOGETHER & {path.stem, path.parent.name}), nodeid)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -39,9 +56,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     slow, or, where it is slow, of the night. Without n it is the first of all."""
     counts = Counter[str]()
     for item in items:
-        folder = item.path.parent.name
-        if folder in TOGETHER:
-            item.add_marker(pytest.mark.xdist_group(folder))
         sampled = item.get_closest_marker("sampled")
         marks = {mark.name for mark in item.iter_markers()}
         if sampled is not None and "nightly" not in marks:
@@ -49,6 +63,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if counts[test] % (sampled.args[0] if sampled.args else len(items)):
                 item.add_marker("nightly" if "slow" in marks else "slow")
             counts[test] += 1
+
+
+def pytest_collection_finish() -> None:
+    """From here on there is garbage."""
+    gc.enable()
 
 
 def named_memory() -> set[str]:
@@ -126,9 +145,8 @@ def descendants(pid: int) -> set[int]:
 
 
 def is_fork_server(pid: int) -> bool:
-    """Whether it is the process that the next workers will be forked from."""
-    latest = forkserver._latest
-    return latest is not None and latest._process.pid == pid
+    """Whether it is a process that the next workers may be forked from."""
+    return any(server._process.pid == pid for server in forkserver._kept)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -136,20 +154,20 @@ def preloaded_workers() -> Iterator[None]:
     """Those of this process are forked from one that has imported what the tests do."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("batchopt_workers.process.forkserver.main", preload.main)
+        patch.setattr(forkserver, "STARTING", 240.0)  # it imports more than a user's, beside other tests
         yield
 
 
-_modules = 0
+LONG = 0.01
 
 
 def collect_garbage() -> None:
-    """Collect it. The hundred thousands of objects that imports make are none: without them this takes no time. Some
-    come late, torch's compiler with the first optimizer, so they are set aside whenever there are more modules."""
-    global _modules
+    """Collect it. What lives on, such as modules and what tests cache, is set aside when there is so much that to look
+    at it takes `LONG` seconds; else each test would take longer than the one before."""
+    began = time.perf_counter()
     gc.collect()
-    if len(sys.modules) > _modules:
+    if time.perf_counter() - began > LONG:
         gc.freeze()
-        _modules = len(sys.modules)
 
 
 @pytest.fixture(autouse=True)

@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from batchopt import BatchOptimizer, Worker, WorkerStartError
+from batchopt.backends.process import forkserver
 from tests.backends.scripts import SCRIPT, assert_gone
-from tests.conftest import is_fork_server
 
 needs_adoption = pytest.mark.skipif(sys.platform != "linux", reason="no process has the orphans of others here")
 
@@ -33,9 +33,8 @@ def small() -> BatchOptimizer:
 
 
 def latest() -> psutil.Process:
-    """The fork server as the system sees it."""
-    (found,) = [child for child in psutil.Process().children() if is_fork_server(child.pid)]
-    return found
+    """The fork server of the last workers, as the system sees it."""
+    return psutil.Process(forkserver._kept[-1]._process.pid)
 
 
 def start(worker: Worker) -> list[int]:
@@ -89,6 +88,22 @@ def test_workers_are_as_a_new_process_would_be(monkeypatch: pytest.MonkeyPatch, 
             assert one[0] != other[0] and one[1] != other[1]
     finally:
         sys.path.remove("/nowhere")
+
+
+def test_each_number_of_threads_has_its_own_until_others_are_needed_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    def origin(threads: int) -> psutil.Process:
+        model = nn.Linear(2, 1)
+        with BatchOptimizer(model, nn.MSELoss(), optimizer=None, parallelize=2, threads_per_worker=threads) as opt:
+            (parent,) = {psutil.Process(worker.pid).ppid() for worker in opt.workers}
+        return psutil.Process(parent)
+
+    monkeypatch.setenv("BATCHOPT_TEST_BARE", "1")
+    monkeypatch.setattr("batchopt.backends.process.forkserver._kept", [])  # not at the cost of the other tests'
+    first, second = origin(1), origin(2)
+    assert first != second
+    assert (origin(1), origin(2)) == (first, second)
+    monkeypatch.setattr("batchopt.backends.process.forkserver.KEPT", 1)
+    assert origin(2) == second
     _, left = psutil.wait_procs([first], timeout=10)
     assert not left
 

@@ -271,14 +271,16 @@ def _end(process: LaunchedProcess, end: socket.socket, leash: int, serves: threa
     os.close(leash)
 
 
-_latest: ForkServer | None = None
+# Those that the next workers may be forked from, the latest last. Another number of threads needs another one, and
+# whoever tries several ("auto", `devices`, `resize`) comes back to the first. An idle one has about 200 MB, for a
+# minute.
+_kept: list[ForkServer] = []
+KEPT = 3
 _lock = threading.Lock()
 
 
 def _fork_server(threads: int, libraries: Sequence[str] = ()) -> ForkServer:
-    """The fork server to use now: the latest, unless it has ended or its workers would differ from those of a new
-    one, which imports these libraries."""
-    global _latest
+    """The fork server whose workers are as those of a new one would be; a new one imports these libraries."""
     environment = worker_environment(threads)
     lasting = {name: value for name, value in environment.items() if name not in _FLEETING}
     affinity = None
@@ -287,11 +289,14 @@ def _fork_server(threads: int, libraries: Sequence[str] = ()) -> ForkServer:
     limits = [resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")]
     key = (sys.executable, lasting, affinity, limits)
     with _lock:
-        if _latest is None or not _latest.lives or _latest.key != key:
-            if _latest is not None and _latest.has_refused:
-                libraries = ()
-            _latest = ForkServer(key, environment, libraries)
-        return _latest
+        if any(server.has_refused for server in _kept):
+            libraries = ()
+        living = [server for server in _kept if server.lives]
+        found = next((server for server in living if server.key == key), None) or ForkServer(
+            key, environment, libraries
+        )
+        _kept[:] = [*(server for server in living if server is not found), found][-KEPT:]
+        return found
 
 
 def anticipate(workers: int, threads: int | None, libraries: Sequence[str] = ()) -> None:
@@ -318,7 +323,7 @@ def libraries_of(program: Program) -> list[str]:
 
 def is_ready() -> bool:
     """Tell whether the fork server that was anticipated would fork a worker at once; also if it is gone."""
-    return _latest is None or not _latest.lives or _latest.serves
+    return not _kept or not _kept[-1].lives or _kept[-1].serves
 
 
 def fork_worker(connection: Connection, stderr: int, rank: int, world_size: int, threads: int) -> ForkedProcess:
