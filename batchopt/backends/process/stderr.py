@@ -7,6 +7,7 @@ import codecs
 import fcntl
 import json
 import os
+import re
 import sys
 import weakref
 from contextlib import suppress
@@ -16,6 +17,7 @@ from batchopt_workers.data.memory import anonymous_file
 from batchopt_workers.process.failures import BEGUN, MARKED, Warned
 
 TAIL = 2**12  # bytes shown in an error
+_MODULES = re.compile(rb"\nExtension modules: .*")  # after faulthandler's frames: kilobytes once SciPy is imported
 _PIECE = 2**20  # bytes after which the memory of text that was passed on is released
 
 
@@ -48,7 +50,7 @@ class Stderr:
         if size <= self._passed_on:
             return
         new = os.pread(self.fd, size - self._passed_on, self._passed_on)
-        self._tail = (self._tail + new)[-TAIL:]
+        self._tail = _MODULES.sub(b"", self._tail + new)[-TAIL:]
         before, self._passed_on = self._passed_on, self._passed_on + len(new)
         if self._passed_on // _PIECE > before // _PIECE:
             punch_hole(self.fd, 0, self._passed_on)  # not the end, where a worker may be writing
