@@ -11,7 +11,8 @@ from typing import Any
 
 from batchopt_workers.process import forkserver
 
-MODULES = ("batchopt", "hypothesis", "psutil", "pytest", "sympy")  # torch takes the last for its first product
+# torch takes the last two for its first product, and its first optimizer or vmap.
+MODULES = "batchopt.ignite", "hypothesis", "psutil", "pytest", "scipy.optimize", "scipy.stats", "sympy", "torch._dynamo"
 
 serve = forkserver.main
 

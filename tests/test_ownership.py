@@ -74,14 +74,13 @@ def signals(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> t
 
 
 def signal_parent() -> None:
-    os.kill(int(os.environ["BATCHOPT_TEST_PARENT"]), signal.SIGUSR1)
+    os.kill(psutil.Process(os.getppid()).ppid(), signal.SIGUSR1)  # that of the process which workers are forked from
     time.sleep(0.5)  # so that the parent waits for this worker when the signal comes
 
 
 @pytest.fixture
-def armed(monkeypatch: pytest.MonkeyPatch) -> Callable[[BatchOptimizer], object]:
+def armed() -> Callable[[BatchOptimizer], object]:
     """Has the second worker signal."""
-    monkeypatch.setenv("BATCHOPT_TEST_PARENT", str(os.getpid()))
     return lambda opt: opt.run_on_workers(lambda worker: worker.state.update(parent=worker.rank == 1))
 
 

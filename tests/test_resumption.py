@@ -141,8 +141,8 @@ BAD: list[tuple[list[Any], Any, str]] = [
 @pytest.mark.parametrize("kind", ["torch.Adam", "batchopt.LBFGS"])
 def test_a_bad_entry_is_named_and_nothing_has_changed(kind: str, everything: Any) -> None:
     with optimizer(kind) as one, optimizer(kind, steps=2) as other:
+        before = everything(other)
         for path, value, words in BAD:
-            before = everything(other)
             state = copy.deepcopy(one.state_dict())
             inner = functools.reduce(lambda inner, key: inner[key], path[:-1], state)
             inner.update({path[-1]: value})
@@ -151,11 +151,11 @@ def test_a_bad_entry_is_named_and_nothing_has_changed(kind: str, everything: Any
             with pytest.raises((ValueError, TypeError, RuntimeError), match=words):
                 other.load_state_dict(state)
             assert everything(other) == before, path
-            other.evaluate()  # the batch is still loaded
         nothing: list[Any] = [None, [], "state", 3]
         for none in nothing:
             with pytest.raises(TypeError, match="the state must be a dict"):
                 other.load_state_dict(none)
+        other.evaluate()  # the batch is still loaded
         assert other.step(CASE.inputs, CASE.targets) > 0
 
 

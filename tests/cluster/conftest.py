@@ -6,32 +6,24 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
 
-os.environ["RAY_AUTH_MODE"] = (
-    "disabled"  # Ray reads it when it is imported, and without it whether the user has a token
-)
-
-import ray
-from ray.cluster_utils import Cluster
-
 from tests.conftest import collect_garbage, is_fork_server
 
+if TYPE_CHECKING:  # a second, which who runs other tests need not wait for
+    from ray.cluster_utils import Cluster
+
+# Ray reads the first when it is imported, and without it whether the user has a token; it sets the second then, and
+# workers of another environment would be forked from another process.
+os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_CLIENT_MODE": "0"}
 # Seconds that Ray may need to end an actor and to free its cores, where other tests run beside.
 PATIENCE = 30.0
 # Bytes of memory for objects on a node.
 STORE = 160 * 2**20
 ROOT = Path(__file__).parent.parent.parent
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where tests run side by side, those of this folder do not: one cluster at a time."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.xdist_group("cluster"))
 
 
 def of_ours(process: psutil.Process) -> bool:
@@ -56,13 +48,16 @@ def nothing_left_behind() -> Iterator[None]:
     assert not left, f"processes left: {[process.cmdline() for process in left]}"
 
 
-Start = Callable[..., Cluster]
+Start = Callable[..., "Cluster"]
 
 
 @pytest.fixture(scope="package")
 def start() -> Iterator[Start]:
     """Starts a cluster with `nodes` nodes of `cores` cores beside a head that has none, and connects to it; ends it
     when another one is started."""
+    import ray
+    from ray.cluster_utils import Cluster
+
     running: list[Cluster] = []
 
     def stop() -> None:
@@ -96,6 +91,8 @@ _whole: list[Cluster] = []
 def two_nodes(start: Start) -> Cluster:
     """A cluster that tests do not change, of two nodes with four cores, all of them free; begun anew if another test
     has ended it."""
+    import ray
+
     if not (_whole and ray.is_initialized() and ray.get_runtime_context().gcs_address == _whole[0].address):
         _whole[:] = [start()]
     await_free()
@@ -104,6 +101,8 @@ def two_nodes(start: Start) -> Cluster:
 
 def await_free() -> None:
     """Wait until all cores of the cluster are free: Ray frees those of an actor a little after its end."""
+    import ray
+
     cluster: Any = ray
     until = time.monotonic() + PATIENCE
     while cluster.available_resources().get("CPU") != cluster.cluster_resources()["CPU"]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from ray.cluster_utils import Cluster
 
 from tests.ignite.common import Killed
 from tests.ignite.test_resume import run
+
+if TYPE_CHECKING:
+    from ray.cluster_utils import Cluster
 
 
 @pytest.mark.nightly

@@ -8,12 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
-from ray.cluster_utils import Cluster
 
 from tests.test_docs import ROOT, blocks
+
+if TYPE_CHECKING:
+    from ray.cluster_utils import Cluster
 
 pytestmark = pytest.mark.slow
 

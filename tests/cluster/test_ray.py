@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
 import torch
-from ray.cluster_utils import Cluster
 from torch import nn
 
 import batchopt
@@ -17,6 +16,9 @@ from batchopt import BatchOptimizer, Worker, WorkerError
 from tests.cluster.conftest import Start
 from tests.nodes.disturbance import Disturbance, steps
 from tests.workloads import Mlp, mlp
+
+if TYPE_CHECKING:
+    from ray.cluster_utils import Cluster
 
 
 @pytest.fixture(scope="module")

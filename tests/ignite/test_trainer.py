@@ -10,7 +10,6 @@ from typing import Any
 import ignite.metrics
 import pytest
 import torch
-import torchmetrics
 from ignite.engine import Engine, Events
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
@@ -225,6 +224,8 @@ WITHOUT: Any = lambda: 1  # noqa: E731
 
 @pytest.mark.parametrize("parallelize", [1, 2])
 def test_metrics_are_those_of_one_process(parallelize: int) -> None:
+    import torchmetrics  # three seconds, which whoever runs other tests need not wait for
+
     x, y = data()
     made = {"loss": mse_loss, "mse": torchmetrics.MeanSquaredError(), "ignite": ignite.metrics.MeanSquaredError()}
     with optimizer(1) as opt:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,15 @@ TORCHS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
     if name not in ("SparseAdam", "Muon", "LBFGS")
 }
+# One of each algorithm, and one of torch's; the rest is slow.
+QUICK = "lbfgs", "ssbroyden", "levenberg-marquardt", "svrg", "Adam"
+
+
+def each(kinds: Iterable[str]) -> list[Any]:
+    """Their names, as parameters of a test."""
+    return [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in kinds]
+
+
 CASE = mlp(samples=12)
 DATA = CASE.inputs, CASE.targets
 
@@ -72,8 +81,7 @@ def step(opt: BatchOptimizer, dtype: torch.dtype = torch.float64) -> float:
     return opt.step(x, y)
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("name", KINDS | TORCHS)
+@pytest.mark.parametrize("name", each(KINDS | TORCHS))
 def test_it_descends_and_resumes_to_the_bit_with_another_number_of_workers(name: str, tmp_path: Path) -> None:
     for dtype in (torch.float32, torch.float64):
         kind = (KINDS | TORCHS)[name]
@@ -89,8 +97,7 @@ def test_it_descends_and_resumes_to_the_bit_with_another_number_of_workers(name:
             assert last < first
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", each(KINDS))
 def test_after_steps_that_failed_everything_runs_on_as_without_them(name: str, tmp_path: Path) -> None:
     """They fail in an evaluation, by a number that is not finite, and once all is done, with learning rates and X
     changed, too."""
@@ -143,7 +150,7 @@ def test_after_steps_that_failed_everything_runs_on_as_without_them(name: str, t
     assert run([0, 0, 0, 0]) == run([1, 0, 2, 1])
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", each(OURS))
 def test_what_is_frozen_stays_and_what_was_moved_is_seen(name: str) -> None:
     with made(OURS[name]) as opt:
         step(opt)
@@ -161,7 +168,7 @@ def test_what_is_frozen_stays_and_what_was_moved_is_seen(name: str) -> None:
         assert step(opt) <= expected * (1 + 1e-12) and not torch.equal(frozen, before)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", each(KINDS))
 def test_a_graph_from_before_cannot_be_differentiated_once_parameters_are_written(name: str) -> None:
     with made(KINDS[name]) as opt:
         before = opt.module(DATA[0]).sum()
@@ -191,7 +198,7 @@ def alone(module: nn.Module, optimizer: Any) -> float:
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
-@pytest.mark.parametrize("kind", OURS)
+@pytest.mark.parametrize("kind", each(OURS))
 def test_a_copy_goes_on_by_itself(kind: str, duplicate: Callable[[Any], Any]) -> None:
     module = Mlp().double()
     optimizer = OURS[kind](list(module.parameters()))

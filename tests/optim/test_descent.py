@@ -28,14 +28,18 @@ from tests.optim.kinds import (
     value,
 )
 
-every_kind = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
+# One of each algorithm, and a box; the others differ from these in a formula.
+QUICK = "lbfgs", "lbfgs in a box", "cg", "ssbroyden", "lm"
+slow = [pytest.mark.slow]
+every_kind = pytest.mark.parametrize(
+    "make", [pytest.param(make, id=name, marks=[] if name in QUICK else slow) for name, make in KINDS.items()]
+)
 both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 EXACT = {"tolerance_grad": 1e-9, "tolerance_change": 0.0, "max_iter": 5000}
 
 
-@pytest.mark.sampled(3)
 @every_kind
-@pytest.mark.parametrize("function", [valley, logits])
+@pytest.mark.parametrize("function", [pytest.param(valley, marks=slow), logits])
 def test_the_minimum_is_that_of_a_slow_one(make: Make, function: Function) -> None:
     problem, f = Problem(make, function, start(), **EXACT), value(function)
     result = problem.step()
@@ -69,7 +73,6 @@ def test_result_says_what_was_done(make: Make) -> None:
     assert seen[7].number == 8 and seen[-1].evaluations == len(problem.values)
 
 
-@pytest.mark.sampled(3)
 @every_kind
 def test_no_limits_and_no_tolerances_mean_that_it_runs_until_nothing_lower_is_found(make: Make) -> None:
     problem = Problem(make, logits, start(), max_iter=None, **NO_END)
@@ -100,9 +103,8 @@ def test_what_ends_a_step(make: Make) -> None:
     assert torch.equal(problem.x, start())
 
 
-@pytest.mark.sampled(4)
 @every_kind
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("bad", [math.nan, pytest.param(math.inf, marks=slow)])
 @pytest.mark.parametrize("refused", [False, True])
 def test_a_trial_that_is_not_finite_or_is_refused_shortens_the_step(make: Make, bad: float, refused: bool) -> None:
     def walled(x: torch.Tensor) -> torch.Tensor:
@@ -170,9 +172,8 @@ def test_a_function_that_changes_between_steps_is_told(make: Make) -> None:
     assert problem.result.f < problem.values[-problem.result.evaluations]
 
 
-@pytest.mark.sampled(4)
 @every_kind
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=slow), torch.bfloat16])
 def test_lower_precision(make: Make, dtype: torch.dtype) -> None:
     problem = Problem(make, logits, start(dtype=dtype), max_iter=50)
     result = problem.step()
@@ -184,7 +185,7 @@ def test_lower_precision(make: Make, dtype: torch.dtype) -> None:
 
 
 @every_kind
-@pytest.mark.parametrize("scale", [1e-150, 1e-170, 1e150])
+@pytest.mark.parametrize("scale", [pytest.param(1e-150, marks=slow), 1e-170, 1e150])
 def test_numbers_as_small_and_as_large_as_they_get(make: Make, scale: float) -> None:
     problem = Problem(make, lambda x: math.sqrt(scale) * x, start(), max_iter=40, tolerance_grad=0.0)
     result = problem.step()
@@ -259,7 +260,6 @@ def test_a_state_of_other_parameters_is_refused(make: Make) -> None:
         Problem(make, valley, start(7)).optimizer.load_state_dict(saved(problem.optimizer))
 
 
-@pytest.mark.sampled(3)
 @every_kind
 def test_a_state_that_is_looked_at_within_a_step_changes_nothing_and_copies_have_it(make: Make) -> None:
     def look(optimizer: Minimizer) -> None:
