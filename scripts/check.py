@@ -1,11 +1,12 @@
-"""Lint, and test what a change touches, in about a minute.
+"""Lint, then test what a change touches for about a minute.
 
 The change is the working tree, new files included, against the commit where this branch left `main`; on `main` itself,
 against the last commit. For each changed file these tests are run, the first ones first, without the slow ones:
 
 1. the file itself, if it is one of tests; 2. tests that are named after it: `_data/terms.py` has `test_terms.py`,
-`process/roster.py` has `test_process_roster.py`; 3. tests that import it; 4. tests that are named after its folder:
-`_checkpoint/file.py` has `test_checkpoint.py`.
+`process/roster.py` has `test_process_roster.py`; 3. tests that import it; 4. for the engine and the backends, what
+shows the promises: faults, the model, the contract; 5. tests that are named after its folder: `_checkpoint/file.py` has
+`test_checkpoint.py`.
 
 A module of the library without any of these is tested by `test_exact.py`, a page by `test_docs.py`. Once the minute is
 over no further test begins; how many are left is printed.
@@ -25,6 +26,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 MINUTE = 60.0
+# Tests of the promises that any file of these folders can break.
+GUARDED = ("batchopt/_function/", "batchopt/backends/")
+PROMISES = ("tests/faults/test_matrix.py", "tests/test_model.py", "tests/backends/test_contract.py")
 
 
 def git(*arguments: str) -> list[str]:
@@ -63,9 +67,11 @@ def tests_of(file: str, tests: Sequence[Path]) -> Iterator[tuple[int, Path]]:
     """The tests of a changed file, each with how close it is: the lowest number first."""
     path = Path(file)
     if path.suffix != ".py" or path.parts[0] in ("scripts", "benchmarks"):
-        yield 4, Path("tests/test_docs.py")
+        yield 7, Path("tests/test_docs.py")
     if path.suffix != ".py":
         return
+    if file.startswith(GUARDED):
+        yield from enumerate(map(Path, PROMISES), start=3)
     name, stem, folder = module_name(path), path.stem, path.parent.name.lstrip("_")
     for test in tests:
         if test == path:
@@ -75,7 +81,7 @@ def tests_of(file: str, tests: Sequence[Path]) -> Iterator[tuple[int, Path]]:
         elif "." in name and name in imported(test):
             yield 2, test
         elif test.stem == f"test_{folder}":
-            yield 3, test
+            yield 6, test
 
 
 def choose(files: Sequence[str]) -> list[str]:
@@ -83,7 +89,7 @@ def choose(files: Sequence[str]) -> list[str]:
     tests = [path.relative_to(ROOT) for path in sorted((ROOT / "tests").rglob("test_*.py"))]
     closest: dict[Path, int] = {}
     for file in files:
-        found = list(tests_of(file, tests)) or [(5, Path("tests/test_exact.py"))]
+        found = list(tests_of(file, tests)) or [(8, Path("tests/test_exact.py"))]
         for rank, test in found:
             closest[test] = min(rank, closest.get(test, rank))
     return [str(test) for test in sorted(closest, key=lambda test: (closest[test], test))]
@@ -108,7 +114,7 @@ class Deadline:
 
 def main() -> int:
     """Lint, then test."""
-    began, files = time.monotonic(), changed()
+    files = changed()
     if not files:
         print("nothing has changed")
         return 0
@@ -117,7 +123,7 @@ def main() -> int:
             return code
     chosen = choose(files)
     print(f"{len(files)} files have changed; testing {' '.join(chosen)}", flush=True)
-    deadline = Deadline(began + MINUTE)
+    deadline = Deadline(time.monotonic() + MINUTE)
     code = pytest.main(["-q", "-x", "-m", "not slow and not nightly", *chosen], plugins=[deadline])
     return 0 if code == pytest.ExitCode.INTERRUPTED and deadline.left else int(code)
 
