@@ -107,6 +107,11 @@ class Extensible:
         return MappingProxyType(vars(self._function.settings))
 
     @property
+    def position(self) -> int:
+        """The number of evaluations so far as if no step had been paused: what draws that follow from it depend on."""
+        return self._function.history.counters.position
+
+    @property
     def batch_size(self) -> int:
         """The number of samples of the loaded batch. Raises `BatchoptError` if there is none."""
         return self._function.loaded().batch.size

@@ -217,7 +217,7 @@ class BatchOptimizer(Evaluations):
         except BaseException:
             ending.close()
             raise
-        self._rollback = Rollback(subject.x, self.optimizer)
+        self._rollback = Rollback(subject.x)
         self._stepping = Stepping(self._function, self._rollback, ending)
         self._history = History(settings.history) if settings.history else None
         if self._history is not None:
@@ -260,26 +260,28 @@ class BatchOptimizer(Evaluations):
         function.check_open()
         function.end_step()
         outer_work, owner.doing = owner.doing, owner.doing or "a step"
-        own = type(self).optimize is BatchOptimizer.optimize
-        minimizer = self.optimizer if own and isinstance(self.optimizer, Minimizer) else None
+        reports = type(self).optimize is BatchOptimizer.optimize and isinstance(self.optimizer, Minimizer)
         try:
-            return self._stepping.make(load, self.optimize, minimizer, time_limit)
+            return self._stepping.make(load, self.optimize, self.optimizer, reports, time_limit)
         finally:
             owner.doing = outer_work
 
     def multistart(
         self, starts: Any, *, optimizer: OptimizerChoice = None, keep: int | None = None, steps: int = 1
     ) -> Multistart:
-        """Minimise f of the loaded batch from each of `starts`, leave X at the lowest end, and return all: a
-        `Multistart`, of which `print` shows a table.
+        """Minimise f of the loaded batch from each of `starts`, one after the other, leave X at the lowest end, and
+        return all: a `Multistart`, of which `print` shows a table.
 
         starts: one vector like `parameters` per row, shape `(K, n)`. keep: the number of them, those with the lowest f,
         from which a run is made. Default: all. optimizer: a name, class or factory, as for `BatchOptimizer`, of which
         each run has one of its own. Default: that of this object. steps: of each optimizer; 1, the default, is a run of
         L-BFGS, and more are needed for optimizers such as Adam.
 
-        The ends are the same, with `chunk_size` bit for bit, for any number of workers. Raises `ValueError` without a
-        factory, and what `evaluate_many` and the optimizer raise; then X is as before.
+        Runs make steps like any other, which count, draw the same numbers, and are heard of by observers and by `stop`,
+        which ends the run that is going on, and all. The lowest is that of the optimizer's own objective, with `l1`. A
+        start where f is not finite is left out, and a run that ends at such a point is put back to its start. The ends
+        are the same, with `chunk_size` bit for bit, for any number of workers. Raises `ValueError` without a factory,
+        or a start where f is finite, and what `evaluate_many` and the optimizer raise; then X is as before.
 
         >>> opt.load(x, y)
         >>> found = opt.multistart(torch.randn(4, 25, dtype=opt.parameters.dtype), keep=2)
@@ -289,7 +291,27 @@ class BatchOptimizer(Evaluations):
         from batchopt.extras.multistart import multistart_of
 
         self._owner.check_between_steps("multistart")
-        return multistart_of(self, starts, self._choice if optimizer is None else optimizer, keep, steps)
+        try:
+            return multistart_of(self, starts, self._choice if optimizer is None else optimizer, keep, steps)
+        finally:
+            self._function.settle()
+
+    @exclusive
+    def step_with(self, optimizer: torch.optim.Optimizer) -> float:
+        """Take a step of another optimizer, made for this module's parameters, on the loaded batch; return the loss.
+
+        Several have the same random draws, and begin from the same buffers. Raises what `step` raises, and
+        `BatchoptError` if no batch is loaded.
+
+        >>> opt.load(x, y)
+        >>> loss = opt.step_with(torch.optim.SGD(model.parameters(), lr=0.1))
+        """
+        self._function.ready()
+        own, self.optimizer = self.optimizer, optimizer
+        try:
+            return self._step(lambda: None)
+        finally:
+            self.optimizer = own
 
     def stop(self) -> None:
         """Pause the step that is going on, or else the next one, at its next accepted point, and end `steps` with it.
@@ -334,7 +356,7 @@ class BatchOptimizer(Evaluations):
         """True if the last step was ended before its optimizer would have. Its batch does not count yet: the next step
         on it, also of another process that has loaded what this one saved, makes the rest, with the same iterates, and
         with `chunk_size` the same bits."""
-        return self._stepping.ending.paused
+        return self._function.history.counters.paused
 
     def close(self) -> None:
         self._stepping.ending.close()
@@ -357,16 +379,18 @@ class BatchOptimizer(Evaluations):
         """
         for batch in self.prepared(batches):
             yield self._step_on(batch)
-            if self.stopped:
-                return
 
     @exclusive
     def _step_on(self, batch: PreparedBatch, time_limit: float | None = None) -> float:
         prepared = batch.take(self._function)
-        loss = self._step(lambda: self._function.begin(prepared, batch.rows), time_limit)
-        if not self.paused:
-            batch.finish()
-        return loss
+        function, ending = self._function, self._stepping.ending
+        counted = function.history.counters.batches
+        try:
+            return self._step(lambda: function.begin(prepared, batch.rows), time_limit)
+        finally:
+            batch.is_last = ending.why is not None
+            if function.history.counters.batches > counted:
+                batch.finish()
 
     def prepared(
         self, batches: Iterable[Any], *, convert: Callable[[Any], Any] | None = None

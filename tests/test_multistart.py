@@ -92,6 +92,86 @@ def test_equal_ends_are_one_minimum_and_the_table_shows_it() -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
+def test_starts_without_a_value_are_left_out_and_a_run_that_ends_without_one_is_put_back(workers: int) -> None:
+    class Root(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.at = torch.nn.Parameter(torch.ones(1, dtype=torch.float64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.at - 1).sqrt() + 0 * x
+
+    starts = torch.tensor([[0.5], [1.1], [3.0]], dtype=torch.float64)
+    adam = partial(torch.optim.SGD, lr=10.0)
+    with batchopt.BatchOptimizer(Root(), torch.nn.MSELoss(), parallelize=workers, optimizer=adam) as opt:
+        opt.load(X, Y * 0)
+        found = opt.multistart(starts, steps=3)
+        ends = {run.start: run for run in found.runs}
+        assert ends[0].minimum is None and ends[0].f == float("inf") and ends[1].f == pytest.approx(0.1)
+        assert found.points[0].tolist() == [1.1]
+        assert opt.parameters.isfinite().all() and opt.output == pytest.approx(found.runs[0].f)
+        with pytest.raises(ValueError, match="not finite at any of the starts"):
+            opt.multistart(starts[:1])
+        assert opt.parameters.tolist() == found.points[0].tolist()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_is_minimised_decides(workers: int) -> None:
+    """With a penalty: the start at 0 has the highest f, and the lowest sum of both."""
+    starts = torch.tensor([[1.3, 3.0], [0.0, 0.0]], dtype=torch.float64)
+    with optimizer_of(workers, optimizer=partial(batchopt.LBFGS, l1=10.0, max_iter=20)) as opt:
+        opt.load(X, Y)
+        found = opt.multistart(starts, keep=1)
+        assert [run.start for run in found.runs] == [1, 0] and opt.parameters.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_flat_direction_is_one_minimum(workers: int) -> None:
+    class Sum(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.parts.sum() * x
+
+    starts = torch.tensor([[1.0, -5.0], [8.0, 3.0], [-2.0, 1.0]], dtype=torch.float64)
+    with batchopt.BatchOptimizer(Sum(), torch.nn.MSELoss(), parallelize=workers, chunk_size=10) as opt:
+        opt.load(X, 2 * X + 1)
+        assert {run.minimum for run in opt.multistart(starts).runs} == {0}
+
+
+def test_runs_are_steps_that_count_and_hear_of_stop() -> None:
+    prints = []
+    for workers in (1, 2):
+        heard: list[Any] = []
+        with optimizer_of(workers, optimizer=partial(batchopt.LBFGS, callback=heard.append), history=True) as opt:
+            opt.load(X, Y)
+            own = opt.optimizer
+            opt.multistart(STARTS[:3])
+            assert opt.optimizer is own and opt.batch_counter == 3 and len(opt.history) == len(heard)
+            prints.append((opt.fingerprint(), opt.eval_counter, opt.output, opt.position))
+            opt.stop()
+            found = opt.multistart(STARTS)
+            assert opt.stopped and not opt.paused
+            assert [run.result is not None for run in sorted(found.runs)] == [True, False, False, False, False]
+    assert prints[0] == prints[1]
+
+
+def test_statistics_are_those_of_the_lowest_end() -> None:
+    torch.manual_seed(0)
+    first, norm = torch.nn.Linear(1, 3), torch.nn.BatchNorm1d(3)
+    module = torch.nn.Sequential(first, norm, torch.nn.Linear(3, 1)).double()
+    starts = torch.randn(3, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    with batchopt.BatchOptimizer(module, torch.nn.MSELoss()) as opt:
+        opt.load(X, Y)
+        found = opt.multistart(starts)
+        opt.load(X, Y)
+    torch.testing.assert_close(norm.running_mean, 0.1 * first(X).mean(0).detach())
+    assert opt.output == found.runs[0].f and norm.num_batches_tracked == 1
+
+
+@pytest.mark.parametrize("workers", [1, 2])
 def test_what_a_run_raises_is_raised_with_x_as_before(workers: int) -> None:
     class Failing(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
-from batchopt import LBFGS, Batches, BatchoptError, BatchOptimizer
-from batchopt.ignite import fit
+from batchopt import LBFGS, Batches, BatchoptError, BatchOptimizer, NonFiniteError, Observer, resample
+from batchopt.extending import Stepped
+from batchopt.ignite import create_trainer, fit
 from batchopt.optim.minimizer import Status
 from tests.building import handling
 from tests.optim.kinds import KINDS, NO_END
@@ -131,6 +136,31 @@ def test_asked_by_a_thread_and_between_two_steps() -> None:
         with build(optimizer=lambda p: LBFGS(p, max_iter=2)) as other:
             other.step(X, Y)
             assert other.stopped is None
+
+
+@pytest.mark.parametrize("name", ["lbfgs", "lbfgs in a box", "cg", "ssbroyden", "lm"])
+def test_a_limit_shorter_than_an_evaluation_still_leads_to_the_end(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each call makes one point, by way of a file as well."""
+
+    def build_one(iterations: int, **options: Any) -> BatchOptimizer:
+        return build(optimizer=lambda p: KINDS[name](p, max_iter=iterations, **NO_END), **options)
+
+    with build_one(4) as opt:
+        opt.step(X, Y)
+        expected = opt.parameters.clone()
+    calls = 0
+    with build_one(4, verbose=2) as opt, caplog.at_level("INFO", "batchopt"):
+        opt.step(X, Y, time_limit=1e-9)
+        while opt.paused and (calls := calls + 1) < 20:
+            opt.save(tmp_path / "file")
+            opt.load_checkpoint(tmp_path / "file")
+            assert opt.paused
+            opt.step(X, Y, time_limit=1e-9)
+        assert calls == 3 and opt.batch_counter == 1 and torch.equal(opt.parameters, expected)
+        assert opt.position == opt.eval_counter - 3
+    assert "the time was over before the first point" in caplog.text
 
 
 def test_a_time_limit_is_of_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,6 +315,205 @@ def test_what_is_paused_draws_on() -> None:
         return points
 
     assert found(3, 4, 11) == found()
+
+
+def test_what_is_paused_above_its_lowest_point_goes_on_from_where_it_was() -> None:
+    """Without a line search f may rise; the parameters are those of the lowest point meanwhile."""
+
+    def points(*cuts: int) -> list[float]:
+        found: list[float] = []
+
+        def callback(iteration: Any) -> bool:
+            found.append(iteration.f)
+            if len(found) in cuts:
+                opt.stop()
+            return len(found) == 8
+
+        make = lambda p: LBFGS(p, lr=3.0, line_search_fn=None, max_iter=None, callback=callback, **NO_END)  # noqa: E731
+        with build(optimizer=make) as opt:
+            opt.step(X, Y)
+            while opt.paused:
+                state = opt.state_dict()
+                assert opt.output <= min(found)
+                opt.load_state_dict(state)
+                opt.step(X, Y)
+        return found
+
+    whole = points()
+    rising = next(i for i in range(1, 8) if whole[i] > min(whole[:i]))
+    assert points(rising + 1) == points(1, rising + 1, rising + 2) == whole
+
+
+@pytest.mark.parametrize("name", ["lbfgs", *(pytest.param(name, marks=pytest.mark.slow) for name in ("cg", "lm"))])
+@given(events=st.lists(st.tuples(st.integers(1, 3), st.sampled_from(["stop", "raise", "limit"])), max_size=4))
+@settings(max_examples=4)
+def test_whatever_comes_between_the_iterates_are_those_of_a_run_left_alone(
+    name: str, events: list[tuple[int, str]]
+) -> None:
+    """Pauses, failures and limits at any moment, each followed by a way through the state; on one worker and on two."""
+
+    def run(events: Sequence[tuple[int, str]], workers: int) -> tuple[dict[int, Any], torch.Tensor]:
+        seen: dict[int, Any] = {}
+        left, what = 0, ""
+
+        def callback(point: Any) -> bool:
+            nonlocal left
+            found = point.f, point.change, point.gradient
+            assert seen.setdefault(point.number, found) == found  # also where it comes again after a failure
+            left -= 1
+            if left == 0 and what == "stop":
+                opt.stop()
+            if left == 0 and what == "raise":
+                raise ZeroDivisionError
+            return bool(point.number == 7)
+
+        make = lambda p: KINDS[name](p, max_iter=None, callback=callback, **NO_END)  # noqa: E731
+        with build(optimizer=make, parallelize=workers) as opt:
+            for after, what in events:
+                left = after
+                if opt.batch_counter == 0:
+                    with suppress(ZeroDivisionError):
+                        opt.step(X, Y, time_limit=1e-9 if what == "limit" else None)
+                    opt.load_state_dict(opt.state_dict())
+            what = ""
+            while opt.batch_counter == 0:
+                opt.step(X, Y)
+            return seen, opt.parameters.clone()
+
+    whole, parameters = run([], 1)
+    for workers in (1, 2):
+        found, end = run(events, workers)
+        assert found == whole and torch.equal(end, parameters)
+
+
+def test_an_overridden_optimize_is_paused_like_any_other() -> None:
+    class Own(BatchOptimizer):
+        def optimize(self) -> None:
+            super().optimize()
+
+    make = lambda p: LBFGS(p, max_iter=None, callback=at(2, lambda: opt.stop()))  # noqa: E731
+    with Own(nn.Linear(1, 1).double(), nn.MSELoss(), optimizer=make) as opt:
+        opt.step(X, Y)
+        assert opt.paused and opt.batch_counter == 0 and opt.output == result(opt).f
+
+
+def test_a_step_that_fails_and_what_is_loaded_meanwhile_leave_a_pause_as_it_is() -> None:
+    def found(between: bool) -> list[float]:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(1, 16), nn.Dropout(0.2), nn.Tanh(), nn.Linear(16, 1)).double()
+        make = lambda p: LBFGS(p, max_iter=6, callback=at(3, lambda: opt.stop()))  # noqa: E731
+        with BatchOptimizer(module, nn.MSELoss(), optimizer=make, chunk_size=50) as opt:
+            opt.step(X, Y)
+            if between:
+                opt.load(X[:10], Y[:10])
+                opt.evaluate()
+                with pytest.raises(NonFiniteError):
+                    opt.step(X, Y * torch.nan)
+                assert opt.paused
+            return [opt.step(X, Y), opt.step(X, Y), float(opt.batch_counter)]
+
+    assert found(True) == found(False)
+
+
+def test_another_batch_within_a_step_is_refused() -> None:
+    with build(at(2, lambda: opt.load(X[:9], Y[:9]))) as opt:
+        before = opt.parameters.clone()
+        with pytest.raises(BatchoptError, match="another batch was loaded in the middle of a step"):
+            opt.step(X, Y)
+        assert torch.equal(opt.parameters, before) and opt.batch_counter == opt.eval_counter == 0
+
+
+@pytest.mark.parametrize("loop", ["prepared", "trainer"])
+def test_loops_end_after_a_signal_and_pass_over_no_batch(loop: str) -> None:
+    with build(at(2, send(signal.SIGUSR1)), stop_on=["SIGUSR1"]) as opt:
+        batches = Batches((X, Y), batch_size=50)
+        if loop == "trainer":
+            state = create_trainer(opt).run(batches, max_epochs=3)
+            assert state.iteration == 0
+        else:
+            for batch in opt.prepared(batches):
+                opt.step(batch)
+        assert opt.paused and batches.iteration == 0 and opt.batch_counter == 0
+
+
+def test_the_points_of_a_run_do_not_depend_on_its_pauses() -> None:
+    def drawn(*cuts: int) -> torch.Tensor:
+        seen: list[int] = []
+
+        def callback(_: Any) -> None:
+            seen.append(1)
+            if len(seen) in cuts:
+                opt.stop()
+
+        with build(optimizer=lambda p: LBFGS(p, max_iter=5, callback=callback)) as opt:
+            opt.step(X, Y)
+            while opt.paused:
+                opt.step(X, Y)
+            points, _ = resample(opt, None, (X, Y), samples=5)
+            return torch.as_tensor(points)
+
+    assert torch.equal(drawn(1, 3), drawn())
+
+
+class Raises(Observer):
+    """Raises at the end of each step."""
+
+    def step_ended(self, found: Stepped | None) -> None:
+        raise ZeroDivisionError("a logger")
+
+
+def test_what_an_observer_of_the_end_raises_undoes_nothing() -> None:
+    with build(optimizer=lambda p: LBFGS(p, max_iter=3)) as opt:
+        with opt.observe(Raises()), pytest.raises(ZeroDivisionError):
+            opt.step(X, Y, time_limit=1000.0)
+        assert opt.batch_counter == 1 and result(opt).iterations == 3 and opt.output == result(opt).f
+        assert opt._stepping.ending._deadline == math.inf
+        opt.load(X, Y)
+        assert opt.evaluate().item() == opt.output
+
+
+@pytest.mark.parametrize("undo", [False, True])
+def test_ctrl_c_in_the_last_calls_of_a_step_waits_until_it_is_made_or_undone(
+    monkeypatch: pytest.MonkeyPatch, undo: bool
+) -> None:
+    norm = nn.BatchNorm1d(4)
+    module = nn.Sequential(nn.Linear(1, 4), norm, nn.Linear(4, 1)).double()
+    assert norm.running_mean is not None
+    with BatchOptimizer(module, nn.MSELoss(), on_interrupt="undo" if undo else "keep") as opt:
+        before, mean = opt.parameters.clone(), norm.running_mean.clone()
+        end = type(opt._function).end_step
+
+        def interrupted(self: Any) -> None:
+            if self.history.counters.evaluations:
+                send(signal.SIGINT)()
+            end(self)
+
+        monkeypatch.setattr(type(opt._function), "end_step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            opt.step(X, Y)
+        monkeypatch.undo()
+        assert opt.batch_counter == (0 if undo else 1) and torch.equal(opt.parameters, before) == undo
+        assert torch.equal(norm.running_mean, mean) == undo
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_closed_in_another_thread_it_gives_signals_back() -> None:
+    heard: list[int] = []
+    with handling(lambda: heard.append(1), signal.SIGUSR2):
+        before = signal.getsignal(signal.SIGUSR2)
+        opt = build(stop_on=["SIGUSR2"])
+        thread = threading.Thread(target=opt.close)
+        thread.start()
+        thread.join()
+        send(signal.SIGUSR2)()
+        assert heard == [1] and signal.getsignal(signal.SIGUSR2) is before
+
+
+def test_a_history_of_each_second_step_has_these() -> None:
+    with build(optimizer="adam", history=2) as opt:
+        for _ in range(5):
+            opt.step(X, Y)
+        assert opt.history["step"] == [2, 4]
 
 
 # ---- Ctrl-C

@@ -10,29 +10,38 @@ if TYPE_CHECKING:
 
 
 class Attempt:
-    """Keeps the history and the step of an engine, and puts the history back if the body raises, with the buffers of a
-    step that the body has begun or evaluated. A batch has to be loaded again then."""
+    """Keeps the history and the step of an engine, and puts both back if the body raises, with the buffers of a step
+    that the body has begun or evaluated. A batch has to be loaded again if the body has loaded another one."""
 
     def __init__(self, engine: Engine, name: str) -> None:
         """Observers are told that `name` was done."""
         self._engine, self._name, self._began = engine, name, time.perf_counter()
         history, self._step, self._outer = engine.history, engine.step, engine.attempt
         self.history = history if history.outputs is None else history._replace(outputs=None)  # they may be large
+        self._is_undone = False
 
     def __enter__(self) -> None:
         self._engine.attempt = self._outer or self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        engine, before = self._engine, self._step
+        engine = self._engine
         try:
             if kind is not None:
-                engine.history, step = self.history, engine.step
-                had_ended = before is not None and before.ended  # then its results stay
-                is_other = step is not None and (before is None or step.number != before.number or not had_ended)
-                if is_other and not engine.subject.buffers.is_written:
-                    engine.subject.buffers.restore()
-                engine.forget()
+                self.undo()
         finally:
             engine.attempt = self._outer
             if engine.observers.of_work:
                 engine.observers.did(self._name, self._began)
+
+    def undo(self) -> None:
+        """Put everything back; a second call does nothing."""
+        if self._is_undone:
+            return
+        engine, before = self._engine, self._step
+        engine.history, step = self.history, engine.step
+        had_ended = before is not None and before.ended  # then its results stay
+        is_other = step is not None and (before is None or step.number != before.number or not had_ended)
+        if is_other and not engine.subject.buffers.is_written:
+            engine.subject.buffers.restore()
+        engine.step = before if before is not None and step is not None and step.batch is before.batch else None
+        self._is_undone = True

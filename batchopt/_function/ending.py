@@ -29,7 +29,6 @@ class Ending:
         """Handle `signals` from now on. `agree`: None without other ranks. Raises `ValueError` away from the main
         thread, where Python handles no signals."""
         self.why: str | None = None  # the last step ended early, or is the last one of its loop
-        self.paused = False  # whether the last step is to be gone on with
         self._asked: str | None = None
         self._signal: str | None = None
         self._deadline, self._limit = math.inf, ""
@@ -43,6 +42,10 @@ class Ending:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         before, again = self._before[signal.Signals(number)], self._signal is not None
+        if self._closed and signal.getsignal(number) == self._note:  # in another thread, which cannot put handlers back
+            self._restore()
+            signal.raise_signal(number)
+            return
         self._signal = signal.Signals(number).name
         if callable(before) and (again or before is not signal.default_int_handler):  # Ctrl-C twice ends at once
             before(number, frame)
@@ -63,36 +66,46 @@ class Ending:
 
     def begin(self, time_limit: float | None) -> None:
         """Begin a step of at most so many seconds."""
-        self.why, self.paused = None, False
+        self.why = None
         if time_limit is not None:
             self._deadline, self._limit = time.monotonic() + time_limit, f"time_limit of {time_limit:g} s"
 
-    def is_due(self) -> bool:
-        """Tell whether the step is to end here; of ranks all or none."""
+    @property
+    def is_late(self) -> bool:
+        """Tell whether the time is over."""
+        return time.monotonic() > self._deadline
+
+    def is_due(self, has_moved: bool = True) -> bool:
+        """Tell whether the step is to end here; of ranks all or none. The clock ends no step before it `has_moved` to
+        an accepted point: then a loop of steps that are too short would never end."""
         if self.why is None:
-            late = self._limit if time.monotonic() > self._deadline else None
+            late = self._limit if has_moved and time.monotonic() > self._deadline else None
             found = self._signal or self._asked or late
             self.why = self._agree(found) if self._agree is not None and self._is_armed else found
         return self.why is not None
 
-    def end(self, paused: bool) -> None:
+    def end(self) -> None:
         """End the step. A request that came after its last point counts, too."""
         try:
             self.is_due()
         finally:
-            self.paused, self._asked, self._deadline = paused, None, math.inf
+            self._asked, self._deadline = None, math.inf
 
     def abandon(self) -> None:
         """Forget a step that an exception has ended."""
         self.why, self._asked, self._deadline = None, None, math.inf
 
     def close(self) -> None:
-        """Put the former handlers back, where nobody has set others since, and this is the main thread."""
+        """Put the former handlers back, where nobody has set others since; from another thread than the main one, when
+        the next signal comes."""
+        self._closed = True
         if threading.current_thread() is threading.main_thread():
-            for number, before in self._before.items():
-                if signal.getsignal(number) == self._note and before is not None:
-                    signal.signal(number, self._former(number))
-            self._closed = True
+            self._restore()
+
+    def _restore(self) -> None:
+        for number, before in self._before.items():
+            if signal.getsignal(number) == self._note and before is not None:
+                signal.signal(number, self._former(number))
 
     def _former(self, number: signal.Signals) -> Any:
         """Return the handler that was there before, and is not one of an object like this that was closed since."""

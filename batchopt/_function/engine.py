@@ -190,8 +190,7 @@ class Engine:
             weights = self.reader.weights
             count = workers.load(prepared, weights)
             counters, *others = self.history
-            number = counters.steps + 1
-            self.history = History(counters.begun(number), *others)
+            self.history = History(counters.begun(), *others)
             sizes = self.policies.sizes
             chosen = self.settings.chunk_size if sizes is None else sizes.size_for(batch.size)
             given = self.rules.chunk_size or chosen
@@ -204,7 +203,7 @@ class Engine:
             movable = chunks == 1 or not reporter.cut_matters(subject.module, chunks)
             # samples that move to another worker are read again; with fixed chunks those are few
             moves = movable and (chunk_size is not None or not batch.is_kept)
-            self.step = Step(number, batch, weights, chunk_size, plan, moves, rows)
+            self.step = Step(self.history.counters.steps, batch, weights, chunk_size, plan, moves, rows)
         if self.policies.auto is not None and self.rules.adapts:
             self.policies.auto.loaded(batch.size, time.perf_counter() - began)
         if self.rules.checks_cut and len(plan.cut.bounds) > 2:
@@ -435,10 +434,11 @@ class Engine:
         was `paused` is counted once another one has finished it."""
         step, (counters, *others) = self.step or self.loaded(), self.history
         found = counters if left is None else left
-        if paused:
-            self.history = History(counters.paused(found.loss, found.terms), *others)
-        else:
-            self.history = History(counters.stepped(step.batch.size, found.loss, found.terms), *others)
+        self.history = History(counters.stepped(step.batch.size, found.loss, found.terms, paused), *others)
+
+    def settle(self) -> None:
+        """Let a step that is paused be complete: nobody has its optimizer any more."""
+        self.history = self.history._replace(counters=self.history.counters._replace(paused=False))
 
     @contextmanager
     def at_start(self) -> Iterator[None]:

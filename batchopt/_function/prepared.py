@@ -39,6 +39,7 @@ class PreparedBatch:
         self.rows: Rows = (lambda: None) if self._batches is None else partial(self._batches.rows, turn)
         self._refused = ""  # why it can no longer be used
         self._finished = False
+        self.is_last = False  # the step on it was stopped, and with it the loop
 
     def __repr__(self) -> str:
         return f"PreparedBatch({len(self)} samples)"
@@ -98,6 +99,8 @@ def prepared(
                 yield batch
             finally:
                 batch.expire()
+        if batch.is_last:
+            return
         began = time.perf_counter()
         batch.finish()
 

@@ -64,7 +64,7 @@ def resume(
     function.end_step()
     module = function.subject.module
     before = {key: value.clone() for key, value in module.state_dict().items() if torch.is_tensor(value)}
-    rollback.take()
+    rollback.take(optimizer)
     try:
         module.load_state_dict(state["module"])
         if optimizer is not None:
@@ -210,6 +210,7 @@ def _is_number(value: Any) -> bool:
 # Which entries of the history are valid; all others are counts.
 _HISTORY: dict[str, Callable[[Any], bool]] = {
     "loss": _is_number,
+    "paused": lambda value: isinstance(value, bool),
     "losses": lambda value: isinstance(value, str) and re.fullmatch("([0-9a-f]{64})?", value) is not None,
     "terms": lambda value: (
         isinstance(value, Mapping) and all(isinstance(k, str) and _is_number(v) for k, v in value.items())

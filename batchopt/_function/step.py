@@ -40,7 +40,10 @@ class Step(NamedTuple):
 
 class Counters(NamedTuple):
     """`evaluations`; `batches` stepped on and their `samples`; `steps` begun (batches loaded), which number the random
-    draws; the last `loss` and that of each term by name; the sha256 chain of all losses; and Hessian `products`."""
+    draws; the last `loss` and that of each term by name; the sha256 chain of all losses; and Hessian `products`.
+
+    `paused`: the last step is to be gone on with, and until then batches that are loaded have its draws. `repeats`
+    counts the evaluations with which such a rest began: those of a point that was evaluated before."""
 
     evaluations: int = 0
     batches: int = 0
@@ -50,23 +53,27 @@ class Counters(NamedTuple):
     losses: str = ""
     terms: Mapping[str, float] = MappingProxyType({})
     products: int = 0
+    paused: bool = False
+    repeats: int = 0
+
+    @property
+    def position(self) -> int:
+        """The number of evaluations, however often a step was paused."""
+        return self.evaluations - self.repeats
 
     def evaluated(self, loss: float, terms: Mapping[str, float]) -> Counters:
         """Return the counters after an evaluation that found `loss`."""
         chain = hashlib.sha256(bytes.fromhex(self.losses) + struct.pack("<d", loss)).hexdigest()
-        return Counters(self[0] + 1, *self[1:4], loss, chain, terms, self.products)
+        return Counters(self[0] + 1, *self[1:4], loss, chain, terms, *self[7:])
 
-    def begun(self, number: int) -> Counters:
-        """Return the counters after the step of this number has begun."""
-        return Counters(self[0], self[1], self[2], number, self[4], self[5], self[6], self[7])
+    def begun(self) -> Counters:
+        """Return the counters after a batch was loaded, which begins a step unless one is paused."""
+        return self if self.paused else Counters(*self[:3], self.steps + 1, *self[4:])  # type: ignore[arg-type]
 
-    def stepped(self, samples: int, loss: float, terms: Mapping[str, float]) -> Counters:
-        """Return the counters after a step on a batch of `samples` that ended at this loss."""
-        return Counters(self[0], self[1] + 1, self[2] + samples, self[3], loss, self[5], terms, self[7])
-
-    def paused(self, loss: float, terms: Mapping[str, float]) -> Counters:
-        """Return the counters after a step that another one, with the same random draws, is to go on with."""
-        return Counters(*self[:3], self.steps - 1, loss, self.losses, terms, self.products)
+    def stepped(self, samples: int, loss: float, terms: Mapping[str, float], paused: bool) -> Counters:
+        """Return the counters after a step on a batch of `samples` that ended, or was `paused`, at this loss."""
+        batches, samples = (self[1], self[2]) if paused else (self[1] + 1, self[2] + samples)
+        return Counters(self[0], batches, samples, self[3], loss, self[5], terms, self[7], paused, self[9] + self[8])
 
     def fingerprint(self, parameters: torch.Tensor) -> str:
         """Return the sha256 of the chain, the counters and `parameters` (1-D)."""

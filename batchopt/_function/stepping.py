@@ -5,86 +5,126 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import torch
+
 from batchopt._function.attempt import Attempt
 from batchopt._function.compilation import Abandoned
 from batchopt._function.ending import Ending
 from batchopt._function.engine import Engine
-from batchopt._function.observer import Stepped, Trial, Trials
-from batchopt.optim.minimizer import Iteration, Minimizer, Status, Watch
+from batchopt._function.observer import Stepped, Trials
+from batchopt._machine.interrupts import Held
+from batchopt.errors import BatchoptError
+from batchopt.optim.minimizer import Iteration, Minimizer, Result, Status, Watch
 from batchopt.optim.rollback import Rollback
+from batchopt_workers.data.batch import Batch
 
 
 class Stepping(Watch):
     """Makes steps. After an exception parameters, buffers, counters, history and the optimizer's state are as before,
-    but for a `KeyboardInterrupt` after which an optimizer has set the best point, if that is to be kept."""
+    but for a `KeyboardInterrupt` after which an optimizer has set the best point, if that is to be kept. Once a step
+    has counted it is made, whatever observers of its end raise."""
 
     def __init__(self, function: Engine, rollback: Rollback, ending: Ending) -> None:
         self.ending, self._function, self._rollback = ending, function, rollback
+        self._batch: Batch | None = None  # of the present step
+        self._held = Held()
 
     def accepted(self, point: Iteration) -> None:
         for observer in self._function.observers.of_steps:
             observer.accepted(self._function.history.counters.batches + 1, point)
 
-    def is_over(self) -> bool:
-        return self.ending.is_due()
+    def is_over(self, has_moved: bool) -> bool:
+        if self._function.loaded().batch is not self._batch:
+            raise BatchoptError(
+                "another batch was loaded in the middle of a step, by a callback, and f would be another function from "
+                "here on: load it between two steps; score, predict and collect take data of their own"
+            )
+        if not has_moved and self.ending.is_late:
+            self._function.observers.decided("the time was over before the first point, which is reached all the same")
+        return self.ending.is_due(has_moved)
 
     def make(
         self,
         load: Callable[[], None],
         optimize: Callable[[], None],
-        minimizer: Minimizer | None,
+        optimizer: torch.optim.Optimizer | None,
+        reports: bool,
         time_limit: float | None,
     ) -> float:
-        """Load a batch and optimize on it; return the loss. `minimizer`: the optimizer, if it reports what it does."""
-        function, rollback, observers = self._function, self._rollback, self._function.observers
-        interrupt: KeyboardInterrupt | None = None
+        """Load a batch and optimize on it; return the loss. `reports`: `optimize` is a step of the optimizer, whose
+        result tells which evaluation was at the final parameters."""
+        function, held, attempt = self._function, self._held, Attempt(self._function, "step")
+        self._rollback.take(optimizer)
         self.ending.begin(time_limit)
-        for observer in observers.of_steps:
-            observer.step_begins()
+        interrupt: KeyboardInterrupt | None = None
         try:
-            rollback.take()
-            with Attempt(function, "step"):
-                load()
-                trials = Trials(function.subject.x, function.subject.parameters, minimizer is not None)
-                outer, observers.trials = observers.trials, trials
-                try:
-                    optimize()
-                except KeyboardInterrupt as error:
-                    if not self._keeps(minimizer):
-                        raise
-                    interrupt = error
-                finally:
-                    observers.trials = outer
-                left, paused = (trials.left(rollback.start), False) if minimizer is None else _left(trials, minimizer)
-                function.end_step()
-                function.stepped(left, paused)
-            for observer in observers.of_steps:
-                counters = function.history.counters
-                ended = Stepped(counters.batches, counters.evaluations, counters.loss, minimizer is not None)
-                observer.step_ended(ended)
-            self.ending.end(paused)
+            for observer in function.observers.of_steps:
+                observer.step_begins()
+            with attempt:
+                interrupt = self._optimize(load, optimize, optimizer, reports)
         except BaseException as error:
             function.subject.bind()
-            rollback.back()
-            for observer in observers.of_steps:
+            attempt.undo()  # also what came between its end and here
+            self._rollback.back()
+            held.let_through()
+            if isinstance(error, Abandoned):
+                return self.make(load, optimize, optimizer, reports, None)  # within the same limit
+            self.ending.abandon()
+            for observer in function.observers.of_steps:
                 observer.step_ended(None)
-            if not isinstance(error, Abandoned):
-                self.ending.abandon()
-                raise
-            return self.make(load, optimize, minimizer, None)  # within the same limit
+            raise
+        if held.holds:
+            held.end()
+        self.ending.end()
+        counters = function.history.counters
+        for observer in function.observers.of_steps:
+            observer.step_ended(Stepped(counters.batches, counters.evaluations, counters.loss, reports))
         if interrupt is not None:
             raise interrupt
-        return function.history.counters.loss
+        if held.heard:
+            held.let_through()
+        return counters.loss
 
-    def _keeps(self, minimizer: Minimizer | None) -> bool:
-        """Tell whether an interrupted step ends at the best point that its optimizer has reported."""
-        result = None if minimizer is None else minimizer.result
-        is_new = result is not None and result.status is Status.INTERRUPTED and math.isfinite(result.f)
-        return self._function.settings.on_interrupt == "keep" and is_new
+    def _optimize(
+        self,
+        load: Callable[[], None],
+        optimize: Callable[[], None],
+        optimizer: torch.optim.Optimizer | None,
+        reports: bool,
+    ) -> KeyboardInterrupt | None:
+        """Do so, and count the step, during which Ctrl-C is held back; return the interrupt that ended it."""
+        function, observers, held = self._function, self._function.observers, self._held
+        interrupt: KeyboardInterrupt | None = None
+        load()
+        self._batch = function.step and function.step.batch
+        minimizer = optimizer if isinstance(optimizer, Minimizer) else None
+        before = None if minimizer is None else minimizer.result
+        trials = Trials(function.subject.x, function.subject.parameters, reports)
+        outer, observers.trials = observers.trials, trials
+        keeps = minimizer is not None and function.settings.on_interrupt == "keep"
+        try:
+            optimize()
+            if keeps:
+                held.begin()
+        except KeyboardInterrupt as error:
+            if not keeps:
+                raise
+            held.begin()
+            interrupt = error
+        finally:
+            observers.trials = outer
+        result = None if minimizer is None or minimizer.result is before else minimizer.result
+        if interrupt is not None and not _has_point(result):
+            raise interrupt
+        if reports and result is not None:
+            left = trials.number(result.number, result.evaluations)
+        else:
+            left = trials.left(self._rollback.start)
+        function.end_step()
+        function.stepped(left, result is not None and result.status is Status.PAUSED)
+        return interrupt
 
 
-def _left(trials: Trials, minimizer: Minimizer) -> tuple[Trial | None, bool]:
-    """Return the evaluation at the final parameters, which the optimizer identifies, and whether it was paused."""
-    result = minimizer.result
-    assert result is not None
-    return trials.number(result.number, result.evaluations), result.status is Status.PAUSED
+def _has_point(result: Result | None) -> bool:
+    """Tell whether a step that was interrupted has set the best point."""
+    return result is not None and result.status is Status.INTERRUPTED and math.isfinite(result.f)

@@ -50,7 +50,7 @@ class History(Observer):
     def step_ended(self, found: Stepped | None) -> None:
         if found is None:
             del self.rows[self._before :]
-        elif not found.is_followed:
+        elif not found.is_followed and found.batches % self.every == 0:
             self._add(found.batches, found.batches, found.evaluations, found.loss)
         self._seconds += time.perf_counter() - self._began
 

@@ -43,8 +43,8 @@ def resample(
         k: 0 or more; 0 is the uniform distribution, a large one prefers the largest residuals.
         c: 0 or more: the larger, the more uniform.
         keep: points that come before the drawn ones, in the structure of the candidates.
-        seed: of the draw. Default: derived from opt's seed, the number of evaluations and the term's name, so that a
-            run resumes from a checkpoint with the same points as an uninterrupted one.
+        seed: of the draw. Default: derived from opt's seed, its `position` and the term's name, so that a run that is
+            paused, or resumes from a checkpoint, has the same points as an uninterrupted one.
 
     Returns rows of the candidates in their order and structure. With `chunk_size` they are the same for any number of
     workers. Without it, residuals may differ in their last bits, and the same points are drawn unless two of them are
@@ -133,7 +133,7 @@ def _draw(weights: torch.Tensor, samples: int, seed: int) -> torch.Tensor:
 
 
 def _seed_of(opt: BatchOptimizer, term: str | None) -> int:
-    key = struct.pack("<QQ", opt.seed % 2**64, opt.eval_counter) + repr(term).encode()
+    key = struct.pack("<QQ", opt.seed % 2**64, opt.position) + repr(term).encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "little")
 
 

@@ -153,8 +153,7 @@ class Loop:
 
     def _batch_done(self) -> None:
         parts, state = self._parts, self._trainer.state
-        if self._opt.paused:  # its batch does not count: a run that resumes makes the rest
-            state.iteration -= 1
+        if self._opt.paused:
             self._stops, self._saved = True, None
             self._stop_if_asked()
             return

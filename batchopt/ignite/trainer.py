@@ -28,6 +28,9 @@ class Trainer(Engine):
             if not isinstance(batch, PreparedBatch):  # of data that a handler has set
                 batch = next(iter(self.opt.prepared([batch])))
             loss = self.opt.step(batch, time_limit=None if self.time_left is None else self.time_left())
+        if self.opt.stopped:
+            self.terminate()
+            self.state.iteration -= self.opt.paused  # its batch does not count: a run that resumes makes the rest
         return loss if self._transform is None else self._transform(loss)
 
     def run(

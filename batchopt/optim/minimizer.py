@@ -104,14 +104,19 @@ SAME_F, SAME_GRADIENT = 1e-3, 1e-2
 FIT = 100.0
 
 
+# The progress of a step that a pause keeps, and all that it keeps.
+_OF_STEP = ("iterations", "start", "change", "noise", "stale", "least", "forgotten", "kept")
+_PAUSED = ("paused", "paused_x", "paused_gradient")
+
+
 class Watch:
     """Follows a step, and may pause it."""
 
     def accepted(self, point: Iteration) -> None:
         """Handle an accepted point."""
 
-    def is_over(self) -> bool:
-        """Tell whether the step is to be paused here."""
+    def is_over(self, has_moved: bool) -> bool:
+        """Tell whether the step is to be paused here; `has_moved`: after an accepted point of this call."""
         return False
 
 
@@ -131,7 +136,7 @@ class Search:
     change: float = 0.0  # the length of the last step
     steepest: float = math.nan  # the largest element of the gradient here
     line: Line | None = None  # of the search in progress
-    forgotten: list[str] = field(default_factory=list)
+    forgotten: tuple[str, ...] = ()
     kept: bool = False  # the curvature was kept when the function had changed
     lowest: Point | None = None  # a copy of the best point, if that is not `here`
     least: tuple[float, float] = (math.inf, math.inf)  # f and gradient, each at its lowest
@@ -233,7 +238,7 @@ class Minimizer(torch.optim.Optimizer):
         self._memory.pop("on_trial", None)
         if not self._forget():
             return False
-        run.forgotten.append(why)
+        run.forgotten += (why,)
         return True
 
     def _judge(self, run: Search, ratio: float) -> None:
@@ -330,7 +335,7 @@ class Minimizer(torch.optim.Optimizer):
             run.change,
             run.here.number,
             function.not_finite,
-            tuple(run.forgotten),
+            run.forgotten,
             run.kept,
             self._active(run.here),
         )
@@ -361,21 +366,34 @@ class Minimizer(torch.optim.Optimizer):
         memory = self._memory
         paused = memory.pop("paused", None)
         if not self._recognise(run) or paused is None:
+            for name in _PAUSED:
+                memory.pop(name, None)
             return
-        *counts, run.start, run.change, run.noise, run.stale, run.least = paused
-        run.iterations, run.function.evaluations = counts
+        for name in _OF_STEP:
+            setattr(run, name, paused[name])
+        run.function.evaluations, run.function.not_finite = paused["evaluations"], paused["not_finite"]
         run.here.number = run.function.evaluations  # it was evaluated again, which is not counted
+        if "paused_x" in memory:  # it had gone on from the lowest point
+            lowest = run.here
+            run.lowest = Point(lowest.x.clone(), lowest.gradient.clone(), lowest.f, lowest.number)
+            copy(memory.pop("paused_x"), run.here.x)
+            copy(memory.pop("paused_gradient"), run.here.gradient)
+            run.here.f = paused["f"]
         memory["n_iter"] -= run.iterations
         memory["func_evals"] -= run.function.evaluations
 
     def _pause(self, run: Search) -> None:
         """Remember what the next step needs to go on as this one would have, bit for bit; a subclass adds its own."""
-        counts = run.iterations, run.function.evaluations
-        self._memory["paused"] = (*counts, run.start, run.change, run.noise, run.stale, run.least)
+        memory, function, here = self._memory, run.function, run.here
+        memory["paused"] = {name: getattr(run, name) for name in _OF_STEP}
+        memory["paused"] |= {"evaluations": function.evaluations, "not_finite": function.not_finite, "f": here.f}
+        if run.lowest is not None and run.lowest.f < here.f:  # where the parameters will be
+            memory["paused_x"], memory["paused_gradient"] = here.x.clone(), here.gradient.clone()
 
     def _descend(self, run: Search) -> Status:
         """Move from point to point until there is a reason to stop."""
-        while not run.watch.is_over():
+        first = run.iterations
+        while not run.watch.is_over(run.iterations > first):
             before = run.here
             step = self._advance(run)
             if step is not None:
@@ -481,7 +499,7 @@ class Minimizer(torch.optim.Optimizer):
         self._memory.update({key: self._unpacked(key, memory[key]) for key in self._kept if key in memory})
 
     # Keys that are remembered from step to step; subclasses add to them.
-    _kept: tuple[str, ...] = ("x", "gradient", "f", "n_iter", "func_evals", "on_trial", "paused")
+    _kept: tuple[str, ...] = ("x", "gradient", "f", "n_iter", "func_evals", "on_trial", *_PAUSED)
 
     def _unpacked(self, key: str, value: Any) -> Any:
         return value.clone().to(self._change) if isinstance(value, torch.Tensor) else value

@@ -14,9 +14,9 @@ class Rollback:
     """Keeps X and the state of an optimizer as of the last `take`. Tensors in the optimizer's state are copied, into
     reused memory; of lists (L-BFGS's history) the items are kept, which are appended and dropped but not written."""
 
-    def __init__(self, vector: torch.Tensor, optimizer: torch.optim.Optimizer | None) -> None:
+    def __init__(self, vector: torch.Tensor) -> None:
         self._vector = vector
-        self._optimizer = optimizer
+        self._optimizer: torch.optim.Optimizer | None = None
         self._copy = torch.empty_like(vector)
         self._state: dict[Any, dict[Any, Any]] = {}
         self._groups: list[dict[str, Any]] = []
@@ -26,8 +26,9 @@ class Rollback:
         """X at the last `take`."""
         return self._copy
 
-    def take(self) -> None:
+    def take(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Remember the current state."""
+        self._optimizer = optimizer
         with torch.no_grad():
             self._copy.copy_(self._vector)
         if self._optimizer is not None:
