@@ -573,3 +573,18 @@ def test_samples_that_depend_on_each_other_have_no_scores(layer: nn.Module, word
         opt.load(X, CLICKED[:, None])
         with pytest.raises(ValueError, match=f"{words}; kind='sandwich' needs samples whose loss"):
             opt.covariance("sandwich", tolerance=100.0)
+
+
+def test_second_derivatives_that_are_no_numbers_are_an_error_that_names_where() -> None:
+    module = torch.nn.Linear(2, 1, bias=False, dtype=torch.float64)
+    with torch.no_grad():
+        module.weight.copy_(torch.tensor([[1.0, 0.0]]))
+
+    def loss(module: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = (module.weight.abs() ** 1.5).sum() + 0 * x.sum()
+        return found
+
+    with BatchOptimizer(module, loss_fn=loss, reduction="sum", on_nonfinite="return") as opt:
+        opt.load(torch.ones(4, 1, dtype=torch.float64), torch.ones(4, 1, dtype=torch.float64))
+        with pytest.raises(ValueError, match=r"not finite for elements \[.*1\] of X"):
+            opt.covariance("likelihood")

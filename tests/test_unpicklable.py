@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from batchopt import BatchOptimizer
 from batchopt._program.unpicklable import blame
 from batchopt_workers.data.batch import Batch, Columns, Part, Samples
 from batchopt_workers.data.packing import pack
@@ -352,3 +353,14 @@ def test_nothing_is_ever_raised(kind: type) -> None:
     assert blame(kind()) is None
     found = blame([kind()])
     assert found is None or isinstance(found, str)
+
+
+def test_a_cached_function_of_the_script_is_sent_like_any_other() -> None:
+    @functools.lru_cache(maxsize=3)
+    def doubled(number: int) -> int:
+        return 2 * number
+
+    doubled.__module__, doubled.__qualname__ = "__main__", "doubled"
+    with BatchOptimizer(nn.Linear(1, 1), nn.MSELoss(), optimizer=None, parallelize=2) as opt:
+        found = opt.run_on_workers(lambda worker: (doubled(worker.rank), doubled.cache_parameters()["maxsize"]))
+    assert found == [(0, 3), (2, 3)]

@@ -48,6 +48,12 @@ class Curvature:
         """Decompose a matrix whose elements have the error `sums`, relative to the diagonal, and those of which it is
         the product the error `rows`. Both change an eigenvalue by at most 2 rows √λ + rows² + sums, by Weyl's bound for
         singular values; so no more than the last two are known of one that is 0, which is the default tolerance."""
+        if not bool(matrix.isfinite().all()):
+            bad = (~matrix.isfinite()).any(0).nonzero()[:, 0].tolist()
+            raise ValueError(
+                f"the matrix is not finite for elements {bad[:10]} of X{' and others' * (len(bad) > 10)}: f has no "
+                "second derivatives there, or they overflow; fit in other units, or freeze these parameters"
+            )
         scale = matrix.diagonal().abs().sqrt()
         scale = torch.where(scale > 0, scale, 1.0)
         values, vectors = torch.linalg.eigh(matrix / scale[:, None] / scale)

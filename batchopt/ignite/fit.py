@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -147,7 +148,7 @@ def _positioned(batches: Batches, begin_epoch: int) -> Batches:
 
 
 def _read_time_limit(time_limit: Any) -> float | None:
-    if time_limit is None:
+    if time_limit is None or time_limit == math.inf:
         return None
     if isinstance(time_limit, bool) or not isinstance(time_limit, int | float):
         raise TypeError(f"`time_limit` must be a number of seconds or None; got {time_limit!r}")

@@ -158,8 +158,19 @@ def copy(source: torch.Tensor, out: torch.Tensor) -> None:
         _blocks(out.numel(), lambda part: out[part].copy_(source[part]), 2 * out.numel())
 
 
+def _within(vector: torch.Tensor, factor: float) -> tuple[torch.Tensor, float]:
+    """Return both with the same product, and a factor that the vector's dtype has: the step of a line search may be
+    out of its range where the step times the direction is not."""
+    limits = torch.finfo(vector.dtype)
+    if factor == 0 or limits.tiny <= abs(factor) <= limits.max or not math.isfinite(factor):
+        return vector, factor
+    root = power_of_two(math.sqrt(abs(factor)))
+    return vector * root, factor / root
+
+
 def scaled(vector: torch.Tensor, factor: float, out: torch.Tensor) -> torch.Tensor:
     """Return `factor * vector`, in `out`."""
+    vector, factor = _within(vector, factor)
     if not out.is_cpu or out.numel() < LARGE:
         with _one_thread(out):
             return torch.mul(vector, factor, out=out)
@@ -169,6 +180,7 @@ def scaled(vector: torch.Tensor, factor: float, out: torch.Tensor) -> torch.Tens
 
 def add(one: torch.Tensor, other: torch.Tensor, factor: float, out: torch.Tensor) -> torch.Tensor:
     """Return `one + factor * other`, in `out`, which may be one of them."""
+    other, factor = _within(other, factor)
     if not out.is_cpu or out.numel() < LARGE:
         with _one_thread(out):
             return torch.add(one, other, alpha=factor, out=out)
@@ -207,6 +219,10 @@ def products_among(rows: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:
 
 def combination(weights: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Add `weights @ rows` (shapes `(k,)`, `(k, n)`) to `out` (shape `(n,)`). The rows are read once."""
+    sizes, limits = weights[weights != 0].abs(), torch.finfo(rows.dtype)
+    if len(sizes) and not limits.tiny <= float(sizes.min()) <= float(sizes.max()) <= limits.max:  # see `_within`
+        halves = torch.frexp(weights)[1] // 2
+        weights, rows = torch.ldexp(weights, -halves), torch.ldexp(rows, halves.to(rows.device)[:, None])
     factors = weights.to(rows)
     if not rows.is_cpu:
         return out.addmv_(rows.T, factors)

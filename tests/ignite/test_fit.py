@@ -159,6 +159,7 @@ def _terminate(moment: Moment, iteration: int) -> None:
 
 def test_a_time_limit_stops_and_what_was_reached_is_saved(tmp_path: Path) -> None:
     folder = tmp_path / "run"
+    assert trained(epochs=1, time_limit=float("inf"))[1].epoch == 1
     state = trained(epochs=3, time_limit=0.0, checkpoint=folder)[1]
     assert state.iteration == 1
     assert [one.iteration for one in Checkpoint(folder).files()] == [1]

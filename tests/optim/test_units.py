@@ -113,6 +113,15 @@ def test_in_single_precision_squares_of_gradients_may_be_no_numbers(kind: str, o
     assert problem.step().status is Status.GRADIENT and problem.result.evaluations < 200
 
 
+@pytest.mark.parametrize("of_x", [-100, 64])
+@pytest.mark.parametrize("kind", SEARCHES.keys() - {"ssbroyden"})  # whose matrix has no such elements
+def test_in_single_precision_steps_may_be_no_numbers(kind: str, of_x: int) -> None:
+    """The first one is 2^-200 or 2^128, times a direction of 2^100 or 2^-64."""
+    options = {"max_iter": 500, "tolerance_grad": 1e-3 * 2.0**-of_x, "tolerance_change": 0.0}
+    problem = Problem(KINDS[kind], scaled(rosenbrock, 0, of_x), start(4).float() * 2.0**of_x, **options)
+    assert problem.step().status is Status.GRADIENT and problem.result.forgotten == ()
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("of_f, of_x", [(1e13, 1e-7), (1e50, 1.0), (1e-50, 1.0), (1.0, 1e50), (1.0, 1e-50)])
 @pytest.mark.parametrize("kind", KINDS)

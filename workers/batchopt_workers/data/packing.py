@@ -9,11 +9,12 @@ tied parameters stay tied, and no parameter is ever sent.
 from __future__ import annotations
 
 import copyreg
+import functools
 import io
 import pickle
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
@@ -121,12 +122,18 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle's clas
         if isinstance(obj, torch.nn.Module) and is_parametrized(obj):
             # torch refuses to pickle these, since their class is made at run time; cloudpickle can send such a class
             return copyreg.__newobj__, (type(obj),), vars(obj)  # type: ignore[attr-defined]
+        if isinstance(obj, functools._lru_cache_wrapper) and obj.__module__ == "__main__":
+            return _cached, (obj.__wrapped__, obj.cache_parameters())  # it would be sent by its name there
         if isinstance(obj, ModuleType) and obj.__name__ not in sys.modules:
             # such as `torch._C._functions`, made within another: by its name there, since it cannot be pickled by value
             owner, _, name = obj.__name__.rpartition(".")
             if getattr(sys.modules.get(owner), name, None) is obj:
                 return getattr, (sys.modules[owner], name)
         return super().reducer_override(obj)
+
+
+def _cached(function: Callable[..., Any], parameters: Mapping[str, Any]) -> object:
+    return functools.lru_cache(**parameters)(function)
 
 
 def _check_device(tensor: torch.Tensor) -> None:
