@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -179,17 +180,12 @@ def test_a_point_takes_a_call_for_each_parameter_and_one_more() -> None:
         opt.evaluate()
         assert len(CALLS) == 5
         normal = opt.normal()
-        opt.evaluate()
-        assert len(CALLS) == 5  # they are known
+        assert len(CALLS) == 10  # nothing is kept
         torch.testing.assert_close(2 * normal.vector, opt.grad_parameters)
-        opt.parameters.mul_(1.1)
         opt.predict()
         opt.evaluate_many(opt.parameters[None])
-        assert len(CALLS) == 7
-        opt.module.offset = 1.0  # type: ignore[assignment]
-        opt.load(TIMES, torch.zeros_like(TIMES))
-        opt.evaluate()
-        assert len(CALLS) == 12
+        opt.residuals()
+        assert len(CALLS) == 13
 
 
 def test_a_function_may_return_memory_that_it_writes_again() -> None:
@@ -201,22 +197,6 @@ def test_a_function_may_return_memory_that_it_writes_again() -> None:
 
     model = Waves()
     torch.testing.assert_close(slopes(reused, model), slopes(Waves.forward, model))
-
-
-def test_another_part_is_another_function() -> None:
-    class Bent(Waves):
-        def __init__(self) -> None:
-            super().__init__()
-            self.bend: torch.nn.Module = torch.nn.Tanh()
-
-        @batchopt.finite_differences
-        def forward(self, times: torch.Tensor) -> torch.Tensor:
-            return self.bend(undecorated(self, times))  # type: ignore[no-any-return]
-
-    model = Bent()
-    before = slopes(Bent.forward, model)
-    model.bend = torch.nn.Sigmoid()
-    assert not torch.allclose(slopes(Bent.forward, model), before)
 
 
 def test_draws_are_the_same_in_each_call() -> None:
@@ -316,5 +296,254 @@ def test_it_decorates_functions_of_real_parameters_alone() -> None:
         batchopt.finite_differences(torch.nn.Linear(1, 1))
     with pytest.raises(TypeError, match="two real ones"):
         batchopt.finite_differences(lambda module, x: x)(torch.nn.Linear(1, 1, dtype=torch.complex64), TIMES)
-    with pytest.raises(TypeError, match="an input requires a gradient"):
+    with pytest.raises(TypeError, match=r"inputs\[0\] requires a gradient"):
         Waves()(TIMES.clone().requires_grad_())
+
+
+# ---- what a call leaves, and what it begins with
+
+
+class Simulated(torch.nn.Module):
+    """Calls `function(self, x)`, decorated; has a parameter `weight` of shape `(2,)`."""
+
+    def __init__(self, function: Callable[..., Any], dtype: torch.dtype = torch.float64, **options: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor([1.5, -0.5], dtype=dtype))
+        self.function = batchopt.finite_differences(**options)(function)
+
+    def forward(self, x: Any) -> Any:
+        return self.function(self, x)
+
+
+X = torch.tensor([[1.0, 2.0], [3.0, 1.0], [0.5, -1.0], [2.0, 2.0]], dtype=torch.float64)
+
+
+def test_draws_after_a_simulator_are_the_same_in_each_evaluation() -> None:
+    def drawn(model: Any, x: torch.Tensor) -> Any:
+        return x @ model.weight + torch.randn(4) + np.random.rand()
+
+    def loss(model: Any, x: torch.Tensor, targets: Any) -> Any:
+        return (model(x) + torch.randn(4) + np.random.randn()).square().mean()
+
+    with batchopt.BatchOptimizer(Simulated(drawn), loss_fn=loss) as opt:
+        opt.load(X)
+        found = [(opt.evaluate().item(), opt.grad_parameters.tolist()) for _ in range(3)]
+    assert found[0] == found[1] == found[2]
+
+
+def test_state_is_that_after_one_call() -> None:
+    class Normed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = torch.nn.BatchNorm1d(2, dtype=torch.float64)
+            self.calls, self.seen = 0, [0.0]
+            self.sums = np.zeros(2)
+
+        def body(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            self.sums += x.numpy().sum(0)
+            self.seen.append(float(x.sum()))
+            return self.norm(x) * (self.calls + len(self.seen) + self.sums.sum())  # type: ignore[no-any-return]
+
+    class Decorated(Normed):
+        @batchopt.finite_differences(method="3-point")
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.body(x)
+
+    class Graph(Normed):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.body(x)
+
+    models, gradients = (Decorated(), Graph()), []
+    for model in models:
+        first, second = model(X), model(2 * X)
+        gradients.append(torch.autograd.grad((first + second).square().sum(), [*model.parameters()]))
+        assert model.calls == 2 and model.seen == [0.0, X.sum().item(), 2 * X.sum().item()]
+        assert model.sums.tolist() == (3 * X.sum(0)).tolist()
+    for one, two in zip(*(model.buffers() for model in models), strict=True):
+        assert torch.equal(one, two)
+    for one, two in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-7, atol=1e-6)
+    with batchopt.BatchOptimizer(Decorated(), torch.nn.MSELoss()) as opt:
+        opt.step(X, X)
+        assert opt.module.state_dict()["norm.num_batches_tracked"].item() == 1
+
+
+def test_results_are_the_callers() -> None:
+    def masked(model: Any, x: torch.Tensor) -> Any:
+        return {"values": x @ model.weight, "mask": torch.ones(4, dtype=torch.bool)}
+
+    def loss(model: Any, x: torch.Tensor, targets: Any) -> Any:
+        found = model(x)
+        f = (3 * found["values"])[found["mask"].clone()].sum()
+        found["mask"][:2] = False
+        found["values"].detach().zero_()
+        return f
+
+    with batchopt.BatchOptimizer(Simulated(masked), loss_fn=loss, reduction="sum") as opt:
+        opt.load(X)
+        found = [(opt.evaluate().item(), opt.grad_parameters.tolist()) for _ in range(2)]
+    assert found[0] == found[1]
+    assert found[0][0] == (3 * X @ torch.tensor([1.5, -0.5]).double()).sum().item()
+    assert found[0][1] == pytest.approx((3 * X).sum(0).tolist())
+
+
+def test_inputs_may_be_written_before_the_gradient() -> None:
+    model, x = Simulated(lambda model, x: x["of"][0] @ model.weight), {"of": [X.clone()]}
+    found = model(x)
+    x["of"][0].zero_()
+    found.sum().backward()
+    torch.testing.assert_close(model.weight.grad, X.sum(0), rtol=1e-6, atol=1e-6)
+    assert not x["of"][0].any()
+
+
+def test_modules_of_other_shapes_are_other_functions() -> None:
+    for shape in ((2, 3), (3, 2)):
+        model = Simulated(lambda model, x: (x[:, : len(model.more)] @ model.more).cumsum(1))
+        model.more = torch.nn.Parameter(torch.arange(6.0).double().reshape(shape))
+        found = model(torch.ones(4, 3, dtype=torch.float64))
+        assert found.shape == (4, shape[1])
+        (slopes,) = torch.autograd.grad(found.sum(), model.more)
+        expected = 4 * torch.arange(shape[1], 0, -1).double().expand(shape)
+        torch.testing.assert_close(slopes, expected, rtol=1e-6, atol=1e-5)
+
+
+def test_calls_are_made_under_the_autocast_of_the_first() -> None:
+    seen = []
+
+    def cast(model: Any, x: torch.Tensor) -> Any:
+        found = x @ model.weight
+        seen.append(found.dtype)
+        return found.float()
+
+    model, x = Simulated(cast, torch.float32, step=0.1), X.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(x).sum() + (x @ model.weight).sum()
+    loss.backward()
+    assert seen == [torch.bfloat16] * 4
+    assert model.weight.grad is not None
+    torch.testing.assert_close(model.weight.grad, 2 * x.sum(0), rtol=0.1, atol=0.2)
+    seen.clear()
+    model(x).sum().backward()
+    assert seen == [torch.float32] * 3
+
+
+@pytest.mark.parametrize("method", ["2-point", "3-point", "cs"])
+def test_a_part_of_two_names_moves_everywhere(method: Any) -> None:
+    class Pair(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = torch.nn.Linear(2, 2, dtype=torch.float64)
+            self.two, self.three = self.one, torch.nn.Linear(2, 2, dtype=torch.float64)
+            self.three.weight = self.one.weight
+            self.by_closure: Any = lambda x: x @ self.one.weight.T + self.three.bias
+            with torch.no_grad():
+                self.one.weight.copy_(torch.tensor([[0.5, -1.0], [2.0, 0.3]]))
+
+        def body(self, x: torch.Tensor) -> Any:
+            x = x.to(self.one.weight.dtype)
+            return (
+                (x @ self.one.weight.T + self.one.bias) @ self.two.weight.T
+                + (x * x) @ self.three.weight.T
+                + self.by_closure(x)
+            )
+
+    model = Pair()
+    parts = {name: id(part) for name, part in model.named_parameters(remove_duplicate=False)}
+    decorated = batchopt.finite_differences(method=method, bounds={"three.weight": (None, 10.0)})(Pair.body)
+    found = torch.autograd.grad(decorated(model, X).square().sum(), [*model.parameters()])
+    expected = torch.autograd.grad(model.body(X).square().sum(), [*model.parameters()])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+    assert parts == {name: id(part) for name, part in model.named_parameters(remove_duplicate=False)}
+
+
+def test_a_parameter_moves_in_lists_too() -> None:
+    model = Simulated(lambda model, x: x @ model.listed[0] * model.listed[0].sum())
+    model.listed = [model.weight]  # type: ignore[assignment]
+    model(X).sum().backward()
+    expected = torch.autograd.grad((X @ model.weight * model.weight.sum()).sum(), model.weight)[0]
+    torch.testing.assert_close(model.weight.grad, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["transposed", "bfloat16", "sparse", "meta", "expanded", "cyclic", "lock"])
+def test_attributes_may_be_of_any_kind(kind: str) -> None:
+    model: Any = Simulated(lambda model, x: x.to(model.weight.dtype) @ model.weight.reshape(-1)[:2])
+    loop: list[Any] = [X]
+    loop.append(loop)
+    own = {
+        "sparse": X.to_sparse(),
+        "meta": X.to("meta"),
+        "expanded": X[:1].expand(4, 2),
+        "cyclic": loop,
+        "lock": threading.Lock(),
+    }
+    if kind == "bfloat16":
+        model.to(torch.bfloat16)
+        model.attribute = X.to(torch.bfloat16)
+    elif kind == "transposed":
+        model.weight = torch.nn.Parameter(torch.tensor([[1.5, -0.5], [0.0, 0.0]], dtype=torch.float64).T)
+        model.attribute = X.T
+    else:
+        model.attribute = own[kind]
+    model(X).sum().backward()
+    expected = torch.zeros(model.weight.shape, dtype=torch.float64)
+    expected.view(-1)[:2] = X.sum(0)
+    tolerance = 0.2 if kind == "bfloat16" else 1e-6
+    torch.testing.assert_close(model.weight.grad.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+def with_graph(model: Any) -> None:
+    """Something that normalised weights have."""
+    model.scaled = [model.weight * 2]
+
+
+def outside(model: Any) -> None:
+    """A parameter that is no part of the module."""
+    model.others = {"one": torch.nn.Parameter(torch.ones(2, dtype=torch.float64))}
+
+
+def sparse(model: Any) -> None:
+    """A weight that is mostly 0."""
+    model.weight = torch.nn.Parameter(torch.eye(2, dtype=torch.float64).to_sparse())
+
+
+def meta(model: Any) -> None:
+    """A weight without elements."""
+    model.to("meta")
+
+
+def single(model: Any) -> None:
+    """A weight of single precision."""
+    model.float()
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "error", "words"),
+    [
+        (with_graph, {}, TypeError, r"module\.scaled\[0\] requires a gradient"),
+        (outside, {}, TypeError, r"module\.others\['one'\] requires a gradient"),
+        (sparse, {}, TypeError, "'weight' is torch.float64, torch.sparse_coo"),
+        (meta, {}, TypeError, "'weight' is .* on meta: make"),
+        (single, {"step": 1e-8}, ValueError, "'weight' cannot be moved in torch.float32"),
+        (single, {"step": 1e-8, "method": "3-point"}, ValueError, "must be 1.2e-07 at least"),
+    ],
+)
+def test_gradients_that_would_be_lost_are_refused(
+    change: Callable[[Any], None], options: Any, error: type[Exception], words: str
+) -> None:
+    model = Simulated(lambda model, x: x @ model.weight, **options)
+    change(model)
+    with pytest.raises(error, match=words):
+        model(X)
+
+
+def test_near_bounds_and_0_the_least_moves_are_made() -> None:
+    for x, high in ((1.5, math.nextafter(1.5, 2.0)), (1.5, 1.5), (5e-324, None)):
+        for method in ("2-point", "3-point"):
+            model = Simulated(
+                lambda model, x: model.weight * x[0], method=method, bounds={"weight": (x, high)}, step=0.5
+            )
+            torch.nn.init.constant_(model.weight, x)
+            model(X).sum().backward()
+            assert model.weight.grad is not None
+            torch.testing.assert_close(model.weight.grad, X[0] if high != x else torch.zeros_like(X[0]))

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import functools
-import hashlib
+import os
 import random
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar, overload
-from weakref import WeakSet
 
-import cloudpickle
 import numpy as np
 import torch
-from torch.func import functional_call
 
-from batchopt_workers.data.structures import map_tensors, tensors_in
-from batchopt_workers.map.differences import Method, Range, Rule
-from batchopt_workers.process.interrupts import let_through
-from batchopt_workers.tasks.bound import Bound
+from batchopt_workers.data.places import compact
+from batchopt_workers.data.structures import map_tensors, same_values, tensors_in
+from batchopt_workers.map.differences import Method, Rule
+from batchopt_workers.map.record import Record
+from batchopt_workers.map.seeding import set_torch_states, torch_states
+from batchopt_workers.process.torch_settings import autocast_in_force
 
-# Bytes of values and derivatives that are kept for the next call at the same point.
-KEPT = 32 * 2**20
 _MARK = "__differences__"
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -61,11 +57,12 @@ def finite_differences(
     These are the rules of SciPy's `approx_derivative` (Nocedal and Wright, "Numerical optimization", 2006, chapter 8;
     Squire and Trapp, "Using complex variables to estimate derivatives of real functions", SIAM Review 40, 1998).
 
-    Calls are made when the gradient is taken, each with the random draws of the first; the last results are kept, so a
-    Jacobian after a gradient at the same parameters takes none: what a function reads elsewhere, in a file or in
-    variables of other modules, has to stay as it is. The first call of a process is made twice: raises
+    The further calls are made when the gradient is taken. Each begins with the module, the inputs and the random draws
+    as they were before the first call, and what it changes in them is undone; what the function reads elsewhere, in a
+    file or in another module, has to stay as it is until then. The first call of a process is made twice: raises
     `ValueError` if the function returns something else then. Second derivatives do not exist: products of the Hessian
-    raise `ValueError`. Raises `TypeError` for complex results and parameters, and for inputs that require a gradient.
+    raise `ValueError`. Raises `TypeError` for complex results, for parameters that are complex or not dense, and for
+    inputs and attributes that require a gradient.
 
     >>> @batchopt.finite_differences
     ... def simulate(line, x):
@@ -101,151 +98,165 @@ def _evaluated(rule: Rule, function: Callable[..., Any], module: torch.nn.Module
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if not (torch.is_grad_enabled() and trained):
         return function(module, *inputs)
-    if unknown := rule.bounds.keys() - {name for name, _ in module.named_parameters()}:
-        raise ValueError(f"`bounds` of finite_differences has no parameter's name in {sorted(unknown)}")
-    if any(tensor.requires_grad for tensor in tensors_in(inputs)):
-        raise TypeError(
-            "finite_differences differentiates by the module's parameters, and an input requires a gradient: call "
-            ".detach() on it, or make it a parameter of the module"
-        )
-    simulation = _simulated(rule, function, module, inputs, trained)
-    found = _Values.apply(simulation, *trained.values()) if simulation.values else ()  # type: ignore[no-untyped-call]
-    return simulation.rebuilt(found)
+    call = _Call(rule, lambda: function(module, *inputs), _State(module, inputs), trained)
+    found = call.make()
+    tensors = [*tensors_in(found)]
+    if any(tensor.is_complex() for tensor in tensors):
+        raise TypeError("finite_differences is for functions that return real numbers: use torch.view_as_real")
+    call.check(tensors)
+    values = [tensor for tensor in tensors if tensor.is_floating_point()]
+    if not values:
+        return found
+    call.shapes, call.values = [value.shape for value in values], _flat(values)
+    made = iter(_Values.apply(call, values, *trained.values()))  # type: ignore[no-untyped-call]
+    return map_tensors(lambda tensor: next(made) if tensor.is_floating_point() else tensor, found)
 
 
-class _Simulation:
-    """Calls of a function at one point: its values there, and their derivatives once they are wanted."""
+class _State:
+    """The state that a function may read and write: what its module and inputs hold now, with the elements of their
+    tensors but for parameters that are trained, and the random draws to come."""
+
+    def __init__(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+        self.module, self.inputs = module, inputs
+        self._contents = Record({"module": module, "inputs": inputs}, functions=False)
+        self.tensors = self._contents.tensors
+        plain = [tensor for _, tensor, *_ in self.tensors if tensor.layout is torch.strided and not tensor.is_meta]
+        self._elements = [(compact(t), compact(t).detach().clone()) for t in plain if not t.requires_grad]
+        self._draws = torch_states(), np.random.get_state(legacy=False), random.getstate()
+
+    def put_back(self) -> None:
+        """Make it the present state again."""
+        self._contents.put_back()
+        for own, before in self._elements:
+            if not same_values(own, before):
+                own.copy_(before)
+        set_torch_states(self._draws[0])
+        np.random.set_state(self._draws[1])
+        random.setstate(self._draws[2])
+
+
+class _Call:
+    """A call of a function, which begins at the state `start` and with the parameters as they are now, and, once they
+    are wanted, its derivatives. `values`: of those results that have some, as one vector; `shapes`: theirs."""
 
     def __init__(
-        self,
-        rule: Rule,
-        function: Callable[..., Any],
-        module: torch.nn.Module,
-        inputs: tuple[Any, ...],
-        trained: Mapping[str, torch.Tensor],
-        key: bytes | None,
+        self, rule: Rule, function: Callable[[], Any], start: _State, trained: Mapping[str, torch.Tensor]
     ) -> None:
-        if any(parameter.is_complex() for parameter in trained.values()):
-            raise TypeError("finite_differences is for real parameters, and one is complex: make it two real ones")
-        self._rule, self._key = rule, key
-        self._function: tuple[Bound, tuple[Any, ...]] | None = Bound(module, function), inputs
-        self._at = {name: parameter.detach().clone() for name, parameter in trained.items()}
-        self._draws = _draws()
-        found = map_tensors(torch.clone, self._call(self._at))  # which may be memory that the next call writes
-        self._drew = not _alike(self._draws, _draws())
-        self._tensors = [*tensors_in(found)]
-        if any(tensor.is_complex() for tensor in self._tensors):
-            raise TypeError("finite_differences is for functions that return real numbers: use torch.view_as_real")
-        self._found, self._columns = found, torch.empty(0)
-        # those that have derivatives
-        self.values = tuple([tensor for tensor in self._tensors if tensor.is_floating_point()])
+        names = dict(start.module.named_parameters(remove_duplicate=False))
+        if unknown := rule.bounds.keys() - names.keys():
+            raise ValueError(f"`bounds` of finite_differences has no parameter's name in {sorted(unknown)}")
+        for name, parameter in trained.items():
+            rule.check(name, parameter)
+        known = {id(parameter) for parameter in trained.values()}
+        for path, tensor, *_ in start.tensors:
+            if tensor.requires_grad and id(tensor) not in known:
+                raise TypeError(
+                    f"finite_differences differentiates by the module's parameters, and {path} requires a gradient, "
+                    "which would be lost: call .detach() on it, or make it a parameter of the module"
+                )
+        self.shapes: list[torch.Size] = []
+        self.values = torch.empty(0)
+        self._rule, self._function, self._start, self._trained = rule, function, start, trained
+        self._bounds = {id(names[name]): pair for name, pair in rule.bounds.items()}
+        self._at = [parameter.detach().clone() for parameter in trained.values()]
+        self._autocast = autocast_in_force()
 
-    def serves(self) -> bool:
-        """Tell whether another call would draw the same."""
-        return not self._drew or _alike(self._draws, _draws())
+    def make(self) -> Any:
+        """Return copies of what the function returns, which may be memory that its next call writes."""
+        with torch.no_grad(), ExitStack() as modes:
+            for device, dtype, _ in self._autocast:  # a cast that torch kept would have no graph elsewhere
+                modes.enter_context(torch.autocast(device, dtype=dtype, cache_enabled=False))
+            return map_tensors(torch.clone, self._function())
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the values and their derivatives."""
-        return sum(value.nbytes for value in self.values) * (1 + sum(p.numel() for p in self._at.values()))
+    @contextmanager
+    def _undone(self) -> Iterator[None]:
+        """Undo at the end what other calls change in the body."""
+        now, before = _State(self._start.module, self._start.inputs), [p.data for p in self._trained.values()]
+        try:
+            yield
+        finally:
+            now.put_back()
+            for parameter, data in zip(self._trained.values(), before, strict=True):
+                parameter.data = data
 
-    def _call(self, at: Mapping[str, torch.Tensor]) -> Any:
-        assert self._function is not None  # until the columns are known
-        bound, inputs = self._function
-        with torch.no_grad():
-            return functional_call(bound, {f"module.{name}": p for name, p in at.items()}, inputs)
+    def _again(self, at: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the tensors that a call from the same start returns with these parameters."""
+        self._start.put_back()
+        moved = {id(parameter): data for parameter, data in zip(self._trained.values(), at, strict=True)}
+        for part in self._start.module.modules():
+            for name, parameter in part._parameters.items():
+                if parameter is not None and id(parameter) in moved:
+                    data = moved[id(parameter)]
+                    if data.is_complex():  # the parameter itself keeps its dtype, on which its graph depends
+                        part._parameters[name] = data  # type: ignore[assignment]
+                    else:
+                        parameter.data = data
+        return [*tensors_in(self.make())]
 
-    def again(self) -> None:
-        """Raise `ValueError` if another call returns something else."""
-        with _drawing(self._draws):
-            other = [*tensors_in(self._call(self._at))]
-        if len(other) != len(self._tensors) or not all(map(_equal, self._tensors, other)):
+    def check(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Raise `ValueError` if another call returns other tensors; once in each process."""
+        if self._rule.checked == os.getpid():
+            return
+        with self._undone():
+            other = self._again([own.clone() for own in self._at])
+        if len(other) != len(tensors) or not all(map(same_values, tensors, other)):
             raise ValueError(
                 "finite_differences was given a function that returned other values when it was called again with the "
-                "same parameters: it has to be deterministic. Draws of torch, of NumPy's global generator and of "
-                "`random` are repeated; seed other generators in each call"
+                "same parameters: it has to be deterministic. Its module, its inputs, and draws of torch, of NumPy's "
+                "global generator and of `random` are the same in each call; seed other generators in each, and read "
+                "nothing else that changes"
             )
+        self._rule.checked = os.getpid()
 
-    def rebuilt(self, values: Sequence[torch.Tensor]) -> Any:
-        """Return what the function returned, with these tensors in place of its values."""
-        given = iter(values)
-        return map_tensors(lambda tensor: next(given) if tensor.is_floating_point() else tensor, self._found)
+    @functools.cached_property
+    def rows(self) -> torch.Tensor:
+        """The derivatives of all values by each element of the parameters: shape `(n, values)`."""
+        with self._undone():
+            return torch.stack([row for number in range(len(self._at)) for row in self._by(number)])
 
-    def columns(self) -> torch.Tensor:
-        """Return the derivatives of all values, one after the other, by all parameters: shape `(values, n)`."""
-        if self._function is not None:
-            columns = [column for name in self._at for column in self._by(name)]
-            self._columns, self._function = torch.stack(columns, dim=1), None
-            if self._key is not None:
-                _keep(self._key, self)
-        return self._columns
-
-    def _by(self, name: str) -> Iterator[torch.Tensor]:
+    def _by(self, number: int) -> Iterator[torch.Tensor]:
         """Yield the derivative of all values by each element of a parameter."""
-        x, rule = self._at[name], self._rule
-        limits = rule.bounds.get(name, Range(-torch.inf, torch.inf))
-        low, high = (torch.as_tensor(limit).to(x).expand_as(x).reshape(-1).tolist() for limit in limits)
-        base = self._flat(self.values)
-        for i, element in enumerate(x.reshape(-1).tolist()):
-            move = rule.move(element, x.dtype, low[i], high[i])
-            column = move.base * base
-            for step, factor in zip(move.steps, move.factors, strict=True):
-                column = column + factor * self._moved(name, i, step)
-            yield column
+        x, parameter = self._at[number], [*self._trained.values()][number]
+        bounds = self._bounds.get(id(parameter), (-torch.inf, torch.inf))
+        low, high = (torch.as_tensor(bound, dtype=x.dtype, device=x.device).expand_as(x) for bound in bounds)
+        lists = [tensor.reshape(-1).tolist() for tensor in (x, low, high)]
+        for place, element, *limits in zip(np.ndindex(*x.shape), *lists, strict=True):
+            row = torch.zeros_like(self.values)
+            for step, factor in self._rule.moves(element, x.dtype, *limits):
+                row.add_(self._change(number, place, step), alpha=factor)
+            yield row
 
-    def _moved(self, name: str, element: int, step: float) -> torch.Tensor:
-        """Return all values where an element of a parameter is larger by `step`; the imaginary parts for `"cs"`."""
+    def _change(self, number: int, place: tuple[int, ...], step: float) -> torch.Tensor:
+        """Return the change of all values where an element is larger by `step`; the imaginary parts for `"cs"`."""
         is_complex = self._rule.method == "cs"
-        at = {key: x.to(x.dtype.to_complex()) for key, x in self._at.items()} if is_complex else dict(self._at)
-        at[name] = at[name].clone()
-        at[name].view(-1)[element] += 1j * step if is_complex else step
-        with _drawing(self._draws):
-            found = [
-                tensor for tensor in tensors_in(self._call(at)) if tensor.is_floating_point() or tensor.is_complex()
-            ]
-        if [tensor.shape for tensor in found] != [value.shape for value in self.values]:
+        at = [own.to(own.dtype.to_complex()) if is_complex else own.clone() for own in self._at]
+        at[number][place] += 1j * step if is_complex else step
+        found = [tensor for tensor in self._again(at) if tensor.is_floating_point() or tensor.is_complex()]
+        if [tensor.shape for tensor in found] != self.shapes:
             raise ValueError(
-                f"the results have shapes {[tuple(t.shape) for t in found]} with another {name!r}, and "
-                f"{[tuple(v.shape) for v in self.values]} before: finite_differences needs the same"
+                f"the results have shapes {[tuple(t.shape) for t in found]} with another {[*self._trained][number]!r}, "
+                f"and {[tuple(shape) for shape in self.shapes]} before: finite_differences needs the same"
             )
         if is_complex and not all(tensor.is_complex() for tensor in found):
             raise TypeError(
                 'method="cs" calls the function with complex parameters, and it returned real numbers: a cast, .real, '
                 'float() or abs() is on their way; use method="3-point"'
             )
-        return self._flat([tensor.imag if is_complex else tensor for tensor in found])
-
-    @staticmethod
-    def _flat(values: Sequence[torch.Tensor]) -> torch.Tensor:
-        return torch.cat([value.reshape(-1) for value in values])
-
-    def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return a number for each value in the values' shapes."""
-        parts = torch.split(flat, [value.numel() for value in self.values])
-        return [part.view_as(value) for part, value in zip(parts, self.values, strict=True)]
-
-    def split_by_parameter(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return a number for each element of X in the parameters' shapes and dtypes."""
-        parts = torch.split(flat, [x.numel() for x in self._at.values()])
-        return [part.view_as(x).to(x.dtype) for part, x in zip(parts, self._at.values(), strict=True)]
-
-    def joined(self, values: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return these as one vector; None counts as 0."""
-        return self._flat([torch.zeros_like(x) if v is None else v for v, x in zip(values, like, strict=True)])
+        return _flat([tensor.imag for tensor in found]) if is_complex else _flat(found) - self.values
 
 
 class _Values(torch.autograd.Function):
-    """The values of a simulation as functions of the parameters."""
+    """The values of a call as functions of the parameters."""
 
     @staticmethod
-    def forward(ctx: Any, simulation: _Simulation, *trained: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.simulation = simulation
+    def forward(ctx: Any, call: _Call, values: Sequence[torch.Tensor], *trained: torch.Tensor) -> Any:
+        ctx.call = call
         ctx.save_for_backward(*trained)
-        return tuple([value.clone() for value in simulation.values])
+        return tuple(values)
 
     @staticmethod
     def backward(ctx: Any, *above: torch.Tensor) -> Any:
-        return None, *_Gradients.apply(ctx.simulation, *above, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
+        return None, None, *_Gradients.apply(ctx.call, *above, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
 
 
 class _Gradients(torch.autograd.Function):
@@ -253,96 +264,23 @@ class _Gradients(torch.autograd.Function):
     since J has none: NaN."""
 
     @staticmethod
-    def forward(ctx: Any, simulation: _Simulation, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.simulation, ctx.trained = simulation, given[len(simulation.values) :]
-        columns = simulation.columns()
-        flat = simulation.joined(given[: len(simulation.values)], simulation.values)
-        return tuple(simulation.split_by_parameter(columns.T.mv(flat.to(columns.dtype))))
+    def forward(ctx: Any, call: _Call, *given: torch.Tensor) -> Any:
+        count = len(call.shapes)
+        ctx.rows, ctx.above, ctx.trained = call.rows, given[:count], given[count:]
+        return _split(ctx.rows.mv(_flat(ctx.above).to(ctx.rows)), ctx.trained)
 
     @staticmethod
-    def backward(ctx: Any, *above: torch.Tensor) -> Any:
-        columns = ctx.simulation.columns()
-        flat = ctx.simulation.joined(above, ctx.trained)
-        along = ctx.simulation.split(columns.mv(flat.to(columns.dtype)))
-        return None, *along, *[torch.full_like(parameter, torch.nan) for parameter in ctx.trained]
+    def backward(ctx: Any, *along: torch.Tensor) -> Any:
+        products = _split(ctx.rows.T.mv(_flat(along).to(ctx.rows)), ctx.above)
+        return None, *products, *[torch.full_like(parameter, torch.nan) for parameter in ctx.trained]
 
 
-# ---- what was found last
-
-_found: OrderedDict[bytes | None, _Simulation] = OrderedDict()
-_seen: WeakSet[Rule] = WeakSet()  # whose function was called twice in this process
-
-
-def _simulated(
-    rule: Rule,
-    function: Callable[..., Any],
-    module: torch.nn.Module,
-    inputs: tuple[Any, ...],
-    trained: Mapping[str, torch.Tensor],
-) -> _Simulation:
-    """Return the function's values at the module's parameters, which may be known: by all that they depend on."""
-    key = _key(rule, function, module, inputs, trained)
-    if key in _found and _found[key].serves():
-        return _found[key]
-    found = _Simulation(rule, function, module, inputs, trained, key)
-    if rule not in _seen:
-        found.again()
-        _seen.add(rule)
-    return found
+def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return all elements as one vector, of single precision at least."""
+    return torch.cat([t.detach().to(torch.promote_types(t.dtype, torch.float32)).reshape(-1) for t in tensors])
 
 
-def _keep(key: bytes, found: _Simulation) -> None:
-    _found[key] = found
-    while sum(one.nbytes for one in _found.values()) > KEPT:
-        _found.popitem(last=False)
-
-
-def _key(rule: Rule, function: Any, module: Any, inputs: Any, trained: Mapping[str, torch.Tensor]) -> bytes | None:
-    """Return a digest of everything that a call depends on; None if that cannot be made."""
-    own = {name: parameter.detach().numpy(force=True).tobytes() for name, parameter in trained.items()}
-    rest = {name: value for name, value in module.named_parameters() if name not in own}
-    parts = dict(module.named_modules())
-    attributes = [{k: v for k, v in vars(m).items() if k not in ("_parameters", "_modules")} for m in parts.values()]
-    kinds = {name: type(part) for name, part in parts.items()}
-    plain = [map_tensors(lambda t: t.detach().numpy(force=True), part) for part in (rest, attributes, inputs)]
-    try:
-        dumped = cloudpickle.dumps((vars(rule), function, kinds, own, plain, torch.get_default_dtype()))
-    except Exception as error:
-        let_through(error)
-        return None
-    return hashlib.sha256(dumped).digest()
-
-
-# ---- draws
-
-Draws = tuple[torch.Tensor, Any, Any]
-
-
-def _draws() -> Draws:
-    return torch.get_rng_state(), np.random.get_state(), random.getstate()
-
-
-@contextmanager
-def _drawing(draws: Draws) -> Iterator[None]:
-    """Draw so in the body, and go on afterwards as before it."""
-    before = _draws()
-    try:
-        _set_draws(draws)
-        yield
-    finally:
-        _set_draws(before)
-
-
-def _set_draws(draws: Draws) -> None:
-    torch.set_rng_state(draws[0])
-    np.random.set_state(draws[1])
-    random.setstate(draws[2])
-
-
-def _alike(one: Draws, two: Draws) -> bool:
-    numpy = all(np.array_equal(a, b) for a, b in zip(one[1], two[1], strict=True))
-    return numpy and torch.equal(one[0], two[0]) and one[2] == two[2]
-
-
-def _equal(one: torch.Tensor, two: torch.Tensor) -> bool:
-    return one.shape == two.shape and bool(torch.isclose(one, two, rtol=0, atol=0, equal_nan=True).all())
+def _split(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Return the numbers in the shapes, the dtypes and on the devices of these tensors."""
+    parts = torch.split(flat, [tensor.numel() for tensor in like])
+    return tuple([part.view(tensor.shape).to(tensor) for part, tensor in zip(parts, like, strict=True)])
