@@ -12,6 +12,7 @@ import torch
 from batchopt._data import arguments
 from batchopt._data.terms import reweighed
 from batchopt._function.closure import Closure, loss_with_graph
+from batchopt._function.columns import deals, evaluate_by_columns
 from batchopt._function.derivatives import check_exact, evaluate_many, full_gradient, hessian_products, input_gradients
 from batchopt._function.engine import Engine
 from batchopt._function.hogwild import HogwildResult, hogwild
@@ -124,7 +125,8 @@ class Evaluations(Extensible):
         """
         kind, own = type(self), vars(self)
         if kind.map is Evaluations.map and kind.reduce is Evaluations.reduce and not {"map", "reduce"} & own.keys():
-            return self._function.evaluate()
+            function = self._function
+            return evaluate_by_columns(function) if function.deals and deals(function) else function.evaluate()
         return self._function.evaluate(self.map, self.reduce)
 
     def map(self) -> Sequence[Answer]:

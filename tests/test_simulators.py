@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import math
+import os
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -547,3 +549,100 @@ def test_near_bounds_and_0_the_least_moves_are_made() -> None:
             model(X).sum().backward()
             assert model.weight.grad is not None
             torch.testing.assert_close(model.weight.grad, X[0] if high != x else torch.zeros_like(X[0]))
+
+
+# ---- fewer samples than workers
+
+
+class Series(torch.nn.Module):
+    """A simulator of many parameters, between layers that have a graph; a sample is a run. Its calls are in a file."""
+
+    def __init__(self, path: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.path = str(path)
+        self.simulator = Steps(self.path)
+        self.last = torch.nn.Linear(20, 6, dtype=torch.float64)
+        self.register_buffer("mean", torch.zeros(6, dtype=torch.float64))
+        self.unused = torch.nn.Parameter(torch.ones(2, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        found = self.simulator(x)
+        scores = torch.tanh(self.last(found))
+        self.mean.lerp_(scores.detach().mean(0), 0.1)  # type: ignore[operator]
+        return found * scores.sum(1, keepdim=True) * self.simulator.rates.mean()
+
+
+class Steps(torch.nn.Module):
+    """Twelve parameters; writes a line for each call."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path = path
+        self.rates = torch.nn.Parameter(torch.linspace(0.2, 1.3, 12, dtype=torch.float64))
+        self.register_buffer("times", torch.linspace(0.1, 2, 20, dtype=torch.float64))
+
+    @batchopt.finite_differences(method="3-point")
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with open(self.path, "a") as file:
+            file.write(f"{os.getpid()}\n")
+        rates, times = self.rates.numpy(), self.get_buffer("times").numpy()
+        curve = (np.exp(-np.outer(times, rates)) * np.arange(1, 13)).sum(1)
+        return torch.from_numpy(x.numpy()[:, :1] * curve + np.random.rand())
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("factory", [batchopt.LevenbergMarquardt, batchopt.LBFGS])
+def test_bits_of_dealt_columns_are_those_of_one_worker(tmp_path: Any, factory: Any) -> None:
+    x, y = torch.tensor([[1.0], [2.0]], dtype=torch.float64), torch.full((2, 20), 3.0, dtype=torch.float64)
+    found: list[tuple[Any, ...]] = []
+    for workers in (1, 3, 4):
+        model = Series(tmp_path / f"calls{workers}")
+        with batchopt.BatchOptimizer(
+            model, torch.nn.MSELoss(), optimizer=partial(factory, max_iter=2), parallelize=workers, chunk_size=1
+        ) as opt:
+            opt.load(x, y)
+            f, normal = opt.evaluate(), opt.normal()
+            assert model.unused.grad is None
+            found.append((f.item(), opt.grad_parameters.clone(), *normal))
+            opt.step(x, y)
+            found[-1] += (opt.fingerprint(), *(b.clone() for b in model.buffers()))
+    for other in found[1:]:
+        for one, two in zip(found[0], other, strict=True):
+            assert torch.equal(torch.as_tensor(one), torch.as_tensor(two)) if type(one) is not str else one == two
+
+
+def test_columns_are_dealt_to_workers(tmp_path: Any) -> None:
+    x, y, path = torch.ones(1, 1).double(), torch.full((1, 20), 3.0).double(), tmp_path / "calls"
+    with batchopt.BatchOptimizer(Steps(str(path)), torch.nn.MSELoss(), parallelize=3, chunk_size=1) as opt:
+        opt.load(x, y)
+        opt.evaluate()
+        for evaluate in (opt.evaluate, opt.normal):
+            path.unlink()
+            evaluate()
+            calls = collections.Counter(path.read_text().split())
+            assert [*calls.values()] == [1 + 2 * 4] * 3  # 25 in one worker
+
+
+def test_errors_among_dealt_columns_name_samples(tmp_path: Any) -> None:
+    class Failing(Steps):
+        def __init__(self) -> None:
+            super().__init__(str(tmp_path / "calls"))
+            self.kind = "none"
+
+        @batchopt.finite_differences
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.kind == "raises" and self.rates[7] != 1.0:
+                raise ArithmeticError("no solution")
+            return x * (self.rates.sum() if self.kind == "none" else math.inf)
+
+    for kind, error in (("raises", batchopt.WorkerError), ("infinite", batchopt.NonFiniteError)):
+        model = Failing()
+        with batchopt.BatchOptimizer(model, torch.nn.MSELoss(), parallelize=2) as opt:
+            opt.load(torch.ones(1, 1).double(), torch.ones(1, 1).double())
+            f = opt.evaluate()
+            assert f.item() == pytest.approx((model.rates.sum().item() - 1) ** 2)
+            model.kind = kind
+            opt.load(torch.ones(1, 1).double(), torch.ones(1, 1).double())
+            with pytest.raises(error, match="sample"):
+                opt.evaluate()

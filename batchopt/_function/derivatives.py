@@ -22,7 +22,6 @@ from batchopt_workers.data.batch import Batch, Columns, Part
 from batchopt_workers.data.items import Items
 from batchopt_workers.data.structures import all_finite
 from batchopt_workers.map.derivatives import AtPoints, HessianProducts, InputGradients, refuse_varying
-from batchopt_workers.map.simulation import is_by_differences
 from batchopt_workers.map.weighting import Weighting
 from batchopt_workers.process.messages import Cut
 from batchopt_workers.tasks.task import Task
@@ -59,8 +58,7 @@ def hessian_products(function: Engine, v: Any) -> torch.Tensor:
 def _check_graph(function: Engine) -> None:
     """Raise `ValueError` if f has no second derivative, which then is NaN, since its first one is of finite
     differences."""
-    loss_fns = [getattr(loss_fn, "residual", loss_fn) for loss_fn in function.settings.loss_fns]
-    if any(is_by_differences(function.subject.module, loss_fn) for loss_fn in loss_fns):
+    if function.settings.by_differences(function.subject.module):
         raise ValueError(
             "hvp() differentiates the gradient, and part of it is of finite differences (finite_differences), which "
             "have no derivative: use gauss_newton(v) for a sum of squares"

@@ -94,6 +94,7 @@ class Engine:
         self.history = History(counters or Counters(), [])
         self.step: Step | None = None
         self.attempt: Attempt | None = None  # the outermost of those that are going on
+        self.deals = False  # whether workers may divide columns instead of samples
         self.policies = Policies(
             Auto(subject, settings) if settings.automatic else None,
             sizes_of(settings, subject.x.device),
@@ -198,7 +199,8 @@ class Engine:
             plan = workers.plan(batch.size, chunk_size)
             chunks = plan.cut.chunks
             refuse_frequencies(subject.module, count, batch, chunks)
-            if count > 1:
+            self.deals = batch.size < count and self.settings.by_differences(subject.module)
+            if count > 1 and not self.deals:
                 reporter.idle(batch.size, chunk_size and chunks, count)
             movable = chunks == 1 or not reporter.cut_matters(subject.module, chunks)
             # samples that move to another worker are read again; with fixed chunks those are few

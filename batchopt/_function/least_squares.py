@@ -11,6 +11,7 @@ import torch
 from batchopt._data import arguments
 from batchopt._data.batches import BatchSpecs
 from batchopt._data.terms import check_names
+from batchopt._function.columns import jacobian_by_columns
 from batchopt._function.engine import Engine
 from batchopt._function.tasks import Selection, collect, of_each, plain, select, total
 from batchopt_workers.data.batch import Part
@@ -125,8 +126,9 @@ def normal(function: Engine, limit: int) -> Normal:
             f"the matrix of {size:,} parameters would have {8 * size**2 / 1e9:,.1f} GB, and some in each worker: use "
             f"gauss_newton(v), its product with a vector, or give `limit`, which is {limit:,}"
         )
-    step = function.ready()
-    found = total(function, Task(NormalSums(stripes(size)), term=None), step.batch, "matrix of the normal equations")
+    step, known = function.ready(), jacobian_by_columns(function)
+    task = Task(NormalSums(stripes(size), known), term=None)
+    found = total(function, task, step.batch, "matrix of the normal equations")
     if found["each"]:
         warnings.warn(
             f"{int(found['each']):,} rows of the Jacobian took a backward each, which is slow: neither the residual "

@@ -22,6 +22,7 @@ from batchopt.backends.base import Backend, CompressingBackend
 from batchopt_workers.data.items import Collate, CollatesAll
 from batchopt_workers.map.objective import LossFunction
 from batchopt_workers.map.program import Program
+from batchopt_workers.map.simulation import is_by_differences
 from batchopt_workers.map.squares import MeanSquare
 from batchopt_workers.map.weighting import Denominators
 from batchopt_workers.process.failures import names_of
@@ -180,6 +181,11 @@ class Settings:
     def fixed_bits(self) -> bool:
         """Tell whether the bits of the result must not depend on which worker evaluates what."""
         return self.chunk_size is not None or self.deterministic
+
+    def by_differences(self, module: torch.nn.Module) -> bool:
+        """Tell whether part of f, of this module, is differentiated by finite differences."""
+        loss_fns = [getattr(loss_fn, "residual", loss_fn) for loss_fn in self.loss_fns]
+        return any(is_by_differences(module, loss_fn) for loss_fn in loss_fns)
 
 
 def _indexed(device: torch.device) -> torch.device:

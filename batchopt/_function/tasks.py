@@ -98,9 +98,11 @@ def collect(function: Engine, task: Task, batch: Batch, cut: Cut | None = None) 
     return function.carry_out(task, batch, Kind.COLLECT, partial(function.put_together, samples=batch.size), cut)
 
 
-def total(function: Engine, task: Task, batch: Batch, what: str = "total") -> Any:
-    """Return the sum of the results, along the tree of chunks; `what` describes it. Raises `NonFiniteError`, unless f
-    may be infinite too."""
+def total(
+    function: Engine, task: Task, batch: Batch, what: str = "total", carry_out: Callable[..., Any] | None = None
+) -> Any:
+    """Return the sum of the results, along the tree of chunks; `what` describes it. `carry_out`: None is the engine's.
+    Raises `NonFiniteError`, unless f may be infinite too."""
 
     def whole(answers: Sequence[Answer], cut: Cut) -> Any:
         form = common_form(forms_of(answers), cut.bounds)
@@ -112,7 +114,7 @@ def total(function: Engine, task: Task, batch: Batch, what: str = "total") -> An
         views = layout.views(sums)
         return form.filled([summed(column, view) for column, view in zip(form.columns, views, strict=True)])
 
-    return function.carry_out(task, batch, Kind.TOTAL, whole)
+    return (carry_out or function.carry_out)(task, batch, Kind.TOTAL, whole)
 
 
 def apply(

@@ -139,7 +139,7 @@ class AtPoints:
                 for parameter, view in zip(context.parameters, layout.views(memory), strict=True):
                     parameter.data = view
                 try:
-                    terms, gradient = context.evaluate(self.cut, self.gradients)
+                    terms, gradient, *_ = context.evaluate(self.cut, self.gradients)
                 except Exception as error:
                     if self.kinds.isdisjoint(kinds_of(error)):
                         raise

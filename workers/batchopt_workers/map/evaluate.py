@@ -20,10 +20,11 @@ from batchopt_workers.map.program import Program
 from batchopt_workers.map.squares import squares_of
 from batchopt_workers.map.sums import Rows, Sums
 from batchopt_workers.map.tree import most_held
-from batchopt_workers.map.work import ChunkDone, run
+from batchopt_workers.map.work import ChunkDone, EachPiece, run
 from batchopt_workers.process.messages import Cut, Kind, Order
 from batchopt_workers.tasks.forms import Output
-from batchopt_workers.tasks.jacobian import Jacobian, PieceResiduals
+from batchopt_workers.tasks.jacobian import Block, Jacobian, PieceResiduals
+from batchopt_workers.tasks.task import Evaluation
 from batchopt_workers.tasks.task_runner import TaskRunner
 from batchopt_workers.worker import Worker
 
@@ -152,7 +153,7 @@ class Evaluator:
 
     def evaluate_all(
         self, step: int, cut: Cut, gradient: bool, batch: Batch | None = None, later: int = 0
-    ) -> tuple[tuple[float, ...], torch.Tensor]:
+    ) -> Evaluation:
         """Return the loss of each term of the loaded batch, with this cut, and df/dX (shape `(n,)`; empty without
         `gradient`), with the bits of an evaluation; or of another `batch` of the same terms. Draws are those of a step
         that is so much `later`. The posthook does not run."""
@@ -169,4 +170,18 @@ class Evaluator:
             pass
         sums.settle(None)
         whole = sums.root
-        return whole.losses, torch.empty(0) if work.rows is None else work.rows[whole.row].gradient
+        if work.rows is None:
+            return Evaluation(whole.losses, torch.empty(0), torch.empty(0), b"")
+        row = work.rows[whole.row]
+        return Evaluation(whole.losses, row.gradient, row.changes, whole.used)
+
+    def jacobian_of_all(self, step: int, cut: Cut) -> list[Block]:
+        """Return residuals and their derivatives by X of the loaded batch, which has one term, with this cut."""
+        loaded, found = LoadedBatch(self.loaded.batch, cut, keeps=False), list[Block]()
+
+        def look(piece: Piece) -> None:
+            found.extend(self.residuals_of(piece, 0).blocks())
+
+        for _ in run(self.walk, EachPiece(look), loaded, Order(-1, step, 0, cut.chunks), Sums(-1, cut.chunks)):
+            pass
+        return found

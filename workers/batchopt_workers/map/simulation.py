@@ -7,11 +7,13 @@ import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar, overload
 
 import numpy as np
 import torch
 
+from batchopt_workers.data.layout import reals
 from batchopt_workers.data.places import compact
 from batchopt_workers.data.structures import map_tensors, same_values, tensors_in
 from batchopt_workers.map.differences import Method, Rule
@@ -20,6 +22,8 @@ from batchopt_workers.map.seeding import set_torch_states, torch_states
 from batchopt_workers.process.torch_settings import autocast_in_force
 
 _MARK = "__differences__"
+# By a parameter's identity: the elements by which derivatives are taken; None: by all.
+_columns: ContextVar[Mapping[int, range] | None] = ContextVar("columns", default=None)
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -93,6 +97,20 @@ def is_by_differences(module: torch.nn.Module, function: Any = None) -> bool:
     return hasattr(function, _MARK) or any(hasattr(type(part).forward, _MARK) for part in module.modules())
 
 
+@contextmanager
+def columns_alone(parameters: Sequence[torch.Tensor], columns: range) -> Iterator[None]:
+    """Take differences in the body for these columns of the Jacobian alone, of those by `parameters`; others are 0."""
+    wanted, start = {}, 0
+    for parameter in parameters:
+        wanted[id(parameter)] = range(columns.start - start, columns.stop - start)
+        start += reals(parameter.detach()).numel()
+    token = _columns.set(wanted)
+    try:
+        yield
+    finally:
+        _columns.reset(token)
+
+
 def _evaluated(rule: Rule, function: Callable[..., Any], module: torch.nn.Module, inputs: tuple[Any, ...]) -> Any:
     """Return what the function returns, with a graph to the module's parameters if gradients are enabled."""
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -159,7 +177,7 @@ class _Call:
         self._rule, self._function, self._start, self._trained = rule, function, start, trained
         self._bounds = {id(names[name]): pair for name, pair in rule.bounds.items()}
         self._at = [parameter.detach().clone() for parameter in trained.values()]
-        self._autocast = autocast_in_force()
+        self._autocast, self._wanted = autocast_in_force(), _columns.get()
 
     def make(self) -> Any:
         """Return copies of what the function returns, which may be memory that its next call writes."""
@@ -220,9 +238,10 @@ class _Call:
         bounds = self._bounds.get(id(parameter), (-torch.inf, torch.inf))
         low, high = (torch.as_tensor(bound, dtype=x.dtype, device=x.device).expand_as(x) for bound in bounds)
         lists = [tensor.reshape(-1).tolist() for tensor in (x, low, high)]
-        for place, element, *limits in zip(np.ndindex(*x.shape), *lists, strict=True):
+        columns = range(x.numel()) if self._wanted is None else self._wanted[id(parameter)]
+        for i, (place, element, *limits) in enumerate(zip(np.ndindex(*x.shape), *lists, strict=True)):
             row = torch.zeros_like(self.values)
-            for step, factor in self._rule.moves(element, x.dtype, *limits):
+            for step, factor in self._rule.moves(element, x.dtype, *limits) if i in columns else ():
                 row.add_(self._change(number, place, step), alpha=factor)
             yield row
 

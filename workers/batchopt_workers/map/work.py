@@ -12,7 +12,7 @@ summed; in this process, in a worker and on a node. What it guarantees:
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -63,6 +63,22 @@ class Work(Protocol):
     def do(self, pieces: Iterable[Piece], loaded: LoadedBatch, step: int, chunk: int, number: int) -> ChunkResult:
         """Do it with the pieces of a chunk, one by one (at their end what they have written is looked for), and sum in
         the row of that number."""
+
+
+class EachPiece:
+    """The work of calling a function for each piece, of which nothing is summed."""
+
+    rows: Rows | None = None
+    drew = False
+
+    def __init__(self, function: Callable[[Piece], None]) -> None:
+        self._function = function
+
+    def do(self, pieces: Iterable[Piece], loaded: LoadedBatch, step: int, chunk: int, number: int) -> ChunkResult:
+        """See `Work.do`."""
+        for piece in pieces:
+            self._function(piece)
+        return PartialSum(number, (), b""), None, None
 
 
 def run(walk: Walk, work: Work, loaded: LoadedBatch, order: Order, sums: Sums) -> Iterator[ChunkDone]:

@@ -81,7 +81,7 @@ class Rounding:
         parameters = [parameter.detach() for parameter in context.parameters]
         if any(parameter.is_complex() for parameter in parameters):
             return torch.zeros(1)
-        _, gradient = context.evaluate(Cut((0, sum(self.losses.parts))), True, self.losses.batches(context)[0])
+        gradient = context.evaluate(Cut((0, sum(self.losses.parts))), True, self.losses.batches(context)[0]).gradient
         x = torch.cat([parameter.flatten() for parameter in parameters])
         change: torch.Tensor = torch.linalg.vector_norm(gradient.double() * x.double())
         return torch.finfo(x.dtype).eps * change.reshape(1).cpu()

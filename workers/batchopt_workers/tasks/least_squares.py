@@ -12,7 +12,7 @@ import torch
 from batchopt_workers.data.batch import Piece
 from batchopt_workers.data.layout import in_form_of, reals
 from batchopt_workers.map.squares import of_residuals
-from batchopt_workers.tasks.jacobian import PieceResiduals
+from batchopt_workers.tasks.jacobian import Block, PieceResiduals
 from batchopt_workers.tasks.task import PieceContext
 
 # Column blocks of a symmetric matrix, computed only on and above the diagonal: more or narrower ones are slower.
@@ -143,9 +143,11 @@ def moved(parameters: Sequence[torch.Tensor], change: torch.Tensor) -> Iterator[
 class NormalSums:
     """f, half of its gradient and JᵀWJ, in float64. W has the weights of the squares in f, times the curvature of a
     robust loss. The matrix is given by its stripes of columns, `stripes` as `(start, stop)`, from the diagonal on.
-    `each`: number of rows that took a backward of their own."""
+    `each`: number of rows that took a backward of their own. `known`: the residuals and the Jacobian of the batch, with
+    a row for each sample, if they are."""
 
     stripes: tuple[tuple[int, int], ...]
+    known: tuple[torch.Tensor, torch.Tensor] | None = None
     _room: dict[int, torch.Tensor] = field(default_factory=dict, compare=False)
 
     def __call__(self, piece: Piece, context: PieceContext) -> dict[str, object]:
@@ -155,7 +157,8 @@ class NormalSums:
         vector = torch.zeros(size, dtype=torch.float64)
         matrix = [self._zeroed(start, stop, size) for start, stop in self.stripes]
         squares, residuals, samples = found.jacobian.squares, 0, 0
-        for block in found.blocks() if context.weight != 0.0 else ():
+        blocks = found.blocks() if self.known is None else [self._block(self.known, piece.indices)]
+        for block in blocks if context.weight != 0.0 else ():
             values, rows = block.residuals.to("cpu", torch.float64), block.rows.to("cpu", torch.float64)
             weights, own = found.sample_weight, slice(samples, samples + block.samples)
             each = of_residuals(None if weights is None else weights.reshape(-1)[own], values)
@@ -174,6 +177,11 @@ class NormalSums:
             "matrix": [stripe.mul_(weight) for stripe in matrix],
             "each": each_took,
         }
+
+    @staticmethod
+    def _block(known: tuple[torch.Tensor, torch.Tensor], samples: range) -> Block:
+        residuals, rows = (tensor[samples.start : samples.stop].flatten(0, 1).clone() for tensor in known)
+        return Block(residuals, rows, len(samples))
 
     def _zeroed(self, start: int, stop: int, size: int) -> torch.Tensor:
         """Return memory that was used for an earlier piece: new memory of this size would take as long as a sum."""

@@ -15,17 +15,27 @@ from batchopt_workers.data.packing import copy_of
 from batchopt_workers.data.structures import map_tensors
 from batchopt_workers.map.record import Record
 from batchopt_workers.map.sums import Rows
-from batchopt_workers.tasks.jacobian import PieceResiduals
+from batchopt_workers.process.messages import Cut
+from batchopt_workers.tasks.jacobian import Block, PieceResiduals
 from batchopt_workers.worker import Worker
 
 # `function(module, inputs, targets)`, for the samples of a chunk.
 ChunkFunction = Callable[[torch.nn.Module, Any, Any], Any]
 
 
+class Evaluation(NamedTuple):
+    """An evaluation of all terms: the `losses` of each, df/dX, `changes` of buffers, and the parameters `used`."""
+
+    losses: tuple[float, ...]
+    gradient: torch.Tensor
+    changes: torch.Tensor
+    used: bytes
+
+
 class PieceContext(NamedTuple):
     """The worker, its module and the trainable parameters; `loss` of the piece, after the prehook, with the weight
     `weight` in f, and the `residuals` whose mean square it is. `batch()`: the loaded one, as far as this worker has it;
-    `evaluate`: see `F.evaluate_all`."""
+    `evaluate` and `jacobian`: see `Evaluator.evaluate_all` and `jacobian_of_all`."""
 
     worker: Worker
     module: torch.nn.Module
@@ -34,7 +44,8 @@ class PieceContext(NamedTuple):
     residuals: Callable[[], PieceResiduals]
     weight: float
     batch: Callable[[], Batch]
-    evaluate: Callable[..., tuple[tuple[float, ...], torch.Tensor]]
+    evaluate: Callable[..., Evaluation]
+    jacobian: Callable[[Cut], list[Block]]
 
 
 class PieceFunction(Protocol):

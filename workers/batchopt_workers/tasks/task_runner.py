@@ -18,8 +18,8 @@ from batchopt_workers.map.work import ChunkDone, ChunkResult, run
 from batchopt_workers.process import faults
 from batchopt_workers.process.messages import Cut, Kind, Order
 from batchopt_workers.tasks.forms import Form, MemoryOutput, Output, real, sums_form, sums_layout, write_results
-from batchopt_workers.tasks.jacobian import PieceResiduals
-from batchopt_workers.tasks.task import Modes, PieceContext, PrivateTotals, Task, Totals
+from batchopt_workers.tasks.jacobian import Block, PieceResiduals
+from batchopt_workers.tasks.task import Evaluation, Modes, PieceContext, PrivateTotals, Task, Totals
 
 
 class Loss(Protocol):
@@ -47,9 +47,12 @@ class Evaluates(Protocol):
 
     def evaluate_all(
         self, step: int, cut: Cut, gradient: bool, batch: Batch | None = None, later: int = 0
-    ) -> tuple[tuple[float, ...], torch.Tensor]:
+    ) -> Evaluation:
         """Return each term's loss for the loaded batch, or another one of the same terms, with this cut, and df/dX
         (shape `(n,)`; empty unless `gradient`); with the draws of a step that is so much `later`."""
+
+    def jacobian_of_all(self, step: int, cut: Cut) -> list[Block]:
+        """Return residuals and their derivatives of the loaded batch, with this cut."""
 
 
 class TaskRunner:
@@ -163,6 +166,7 @@ class TaskWork:
                 piece.weight * f.loss.weights[term],
                 lambda: f.loaded.batch,
                 partial(f.evaluate_all, step),
+                partial(f.jacobian_of_all, step),
             )
             with self.modes or nullcontext(), runner.walk.effects.undone() if task.is_users else nullcontext():
                 result = task.function(piece, context)
