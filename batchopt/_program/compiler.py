@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -24,12 +24,14 @@ from typing import IO, Any, Protocol
 
 import torch
 
+from batchopt._machine.descriptors import apart_from_streams
 from batchopt.errors import BatchoptError
 from batchopt_workers.compiled.form import Artifact, PieceForm, Reply, Request
+from batchopt_workers.process.parent import tie
 
 # The environment variable that names the directory of what was compiled.
 DIRECTORY = "BATCHOPT_CACHE_DIR"
-_START = "import sys; sys.path[:] = {path!r}; from batchopt_workers.compiled.compiler import main; main()"
+_START = "import sys; sys.path[:] = {path!r}; from batchopt_workers.compiled.compiler import main; main({leash})"
 
 
 def directory() -> Path:
@@ -65,12 +67,13 @@ def compiler() -> str | None:
     return None
 
 
-def _checked(reply: Reply) -> Reply:
-    """Return a reply with a reason in place of each library that cannot be used."""
+def _checked(reply: Reply, forms: Iterable[PieceForm]) -> Reply:
+    """Return a reply for pieces of these forms, with a reason in place of each library that cannot be used."""
     found: dict[PieceForm, Artifact | str] = {}
-    for form, artifact in reply.found.items():
+    for form, artifact in zip(forms, reply.found.values(), strict=True):
         found[form] = artifact
         if isinstance(artifact, Artifact):
+            found[form] = artifact._replace(form=form)
             try:
                 _check(artifact)
             except OSError as error:
@@ -149,15 +152,21 @@ class Compiler:
         self._end()
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(directory() / "inductor"), "OMP_NUM_THREADS": "1"}
         self._stderr = tempfile.TemporaryFile()  # closed with this object
+        with apart_from_streams():
+            leash, end = os.pipe()
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _START.format(path=sys.path)],
+            [sys.executable, "-c", _START.format(path=sys.path, leash=leash)],
+            pass_fds=[leash],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
             env=environment,
             start_new_session=True,
         )
-        self._end = weakref.finalize(self, _end, self._process, self._stderr, os.getpid())
+        tie(leash, self._process.pid)
+        os.close(leash)
+        files = self._process.stdin, self._process.stdout, self._stderr, open(end, "wb")
+        self._end = weakref.finalize(self, _end, self._process, files, os.getpid())
         return self._process
 
     @property
@@ -186,15 +195,18 @@ def _exchange(
 ) -> None:
     """Have a request carried out, and add the reply."""
     assert process.stdin is not None and process.stdout is not None
+    # forms by their numbers: they name classes, which may be those of `__main__` or of a function
+    pieces = [piece._replace(form=piece.form._replace(structure=i)) for i, piece in enumerate(request.pieces)]
     try:
-        process.stdin.write(pickle.dumps(request))
+        process.stdin.write(pickle.dumps(request._replace(pieces=tuple(pieces))))
         process.stdin.flush()
         found: Any = pickle.load(process.stdout)
+        if isinstance(found, Reply):
+            found = _found[request] = _checked(found, [piece.form for piece in request.pieces])
     except (OSError, EOFError, ValueError, pickle.UnpicklingError):
         found = f"the process that compiles has ended: {_last_line(stderr)}"
-    if isinstance(found, Reply):
-        found = _checked(found)
-        _found[request] = found
+    except Exception as error:  # whoever waits is to be told
+        found = f"it cannot be sent to the process that compiles: {type(error).__name__}: {error}"
     replies.append(found)
 
 
@@ -209,16 +221,16 @@ def _last_line(stderr: IO[bytes] | None) -> str:
     return "it was killed"
 
 
-def _end(process: subprocess.Popen[bytes], stderr: IO[bytes], owner: int) -> None:
+def _end(process: subprocess.Popen[bytes], files: Iterable[IO[bytes] | None], owner: int) -> None:
     if os.getpid() != owner:  # a fork
         return
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    for stream in (process.stdin, process.stdout, stderr):
+    for file in files:
         with suppress(OSError):
-            if stream is not None:
-                stream.close()
+            if file is not None:
+                file.close()
 
 
 def obstacle() -> str | None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -292,3 +295,76 @@ def test_autocast_is_eager() -> None:
         opt.load(X, Y)
         opt.evaluate()
         assert "eager (autocast rounds" in repr(opt)
+
+
+OF_MAIN = """
+import torch, batchopt
+from typing import NamedTuple
+
+class Points(NamedTuple):
+    x: torch.Tensor
+
+def made():
+    class Points(NamedTuple):
+        x: torch.Tensor
+    return Points
+
+for kind in (Points, made()):
+    options = {"loss_fn": lambda m, p, y: m(p.x).square().mean(), "optimizer": None, "compile": True}
+    with batchopt.BatchOptimizer(torch.nn.Linear(3, 1), **options) as opt:
+        opt.load(kind(torch.ones(20, 3)))
+        opt.evaluate()
+        print(opt)
+"""
+
+
+def run(path: Path, program: str) -> subprocess.Popen[str]:
+    path.write_text(program)
+    return subprocess.Popen([sys.executable, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow
+def test_batches_of_classes_that_cannot_be_imported_are_compiled(tmp_path: Path) -> None:
+    """Of the script, or made by a function."""
+    with run(tmp_path / "script.py", OF_MAIN) as done:
+        try:
+            assert done.communicate(timeout=120)[0].count("compiled (inductor") == 2
+        finally:
+            done.kill()
+
+
+FOR_EVER = """
+import os, torch, batchopt
+from torch._subclasses.fake_tensor import FakeTensor
+
+def loss(net, x, y):
+    if isinstance(x, FakeTensor):
+        open({mark!r}, "w").close()
+        sum(range(10**12))  # in C, with the GIL
+    return net(x).square().mean()
+
+with batchopt.BatchOptimizer(torch.nn.Linear(3, 1), loss_fn=loss, optimizer=None, compile="auto") as opt:
+    opt.load(torch.ones(20, 3))
+    opt.evaluate()
+    print(opt._function.policies.compilation._compiler._process.pid, flush=True)
+    while not os.path.exists({mark!r}):
+        pass
+    print("traced", flush=True)
+    input()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="this system has no descriptors of processes")
+def test_the_process_that_compiles_ends_with_its_parent(tmp_path: Path) -> None:
+    """Even while the user's code holds the GIL there."""
+    with run(tmp_path / "script.py", FOR_EVER.format(mark=str(tmp_path / "mark"))) as done:
+        try:
+            assert done.stdout is not None
+            compiler = os.pidfd_open(int(done.stdout.readline()))
+            assert done.stdout.readline() == "traced\n"
+            done.kill()
+            assert select.select([compiler], [], [], 10)[0]
+            os.close(compiler)
+        finally:
+            done.kill()

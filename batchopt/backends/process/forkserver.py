@@ -22,7 +22,8 @@ from multiprocessing.connection import Connection
 import torch.multiprocessing as mp
 
 from batchopt._machine.cores import share_cores
-from batchopt.backends.process.spawn import LaunchedProcess, apart_from_streams, close_all, preparation, standard_output
+from batchopt._machine.descriptors import apart_from_streams, close_all
+from batchopt.backends.process.spawn import LaunchedProcess, preparation, standard_output
 from batchopt.backends.process.stderr import Stderr
 from batchopt_workers.map.program import Program
 from batchopt_workers.process import forkserver

@@ -10,21 +10,20 @@ stopped.
 from __future__ import annotations
 
 import copyreg
-import fcntl
 import io
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from multiprocessing import process as mp_process
 from multiprocessing import reduction, spawn, util
 from multiprocessing.context import SpawnProcess, set_spawning_popen
 from multiprocessing.popen_spawn_posix import Popen as SpawnPopen
 from typing import Any
 
-_F_SETSIG = 10  # Linux; Python does not name it
+from batchopt._machine.descriptors import close_all
+from batchopt_workers.process.parent import tie
 
 
 class _Popen(SpawnPopen):
@@ -58,7 +57,7 @@ class _Popen(SpawnPopen):
         finally:
             close_all(child_end, child_alive, stdout)
         self.pid = self._child.pid
-        _tie(self._leash, self.pid)
+        tie(self._leash, self.pid)
         self.sentinel = parent_end
         with suppress(BrokenPipeError), open(parent_alive, "wb", buffering=0, closefd=False) as pipe:
             unwritten = payload.getbuffer()
@@ -105,28 +104,6 @@ class LaunchedProcess(SpawnProcess):
         return copyreg._reconstructor, (SpawnProcess, object, None), state  # type: ignore[attr-defined]
 
 
-def _tie(leash: int, pid: int) -> None:
-    """Have the kernel kill the group `pid` when the other end of the pipe closes, whatever those processes are
-    doing."""
-    fcntl.fcntl(leash, fcntl.F_SETOWN, -pid)
-    fcntl.fcntl(leash, _F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(leash, fcntl.F_SETFL, fcntl.fcntl(leash, fcntl.F_GETFL) | os.O_ASYNC)
-
-
-@contextmanager
-def apart_from_streams() -> Iterator[None]:
-    """Keep descriptors opened in the body off the numbers of the standard streams, even if this process was started
-    without some of these: a child has its own there."""
-    taken = []
-    try:
-        while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
-            taken.append(fd)
-        os.close(fd)
-        yield
-    finally:
-        close_all(*taken)
-
-
 def standard_output() -> int:
     """Return a descriptor of this process's current standard output; of /dev/null if it was started without one, since
     its number may then belong to something else."""
@@ -152,9 +129,3 @@ def preparation() -> dict[str, Any]:
         "dir": os.getcwd(),
         "orig_dir": mp_process.ORIGINAL_DIR,  # type: ignore[attr-defined]
     }
-
-
-def close_all(*fds: int) -> None:
-    """Close each descriptor."""
-    for fd in fds:
-        os.close(fd)

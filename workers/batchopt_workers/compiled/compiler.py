@@ -12,16 +12,14 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
-import queue
-import signal
 import sys
 import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -35,6 +33,7 @@ from batchopt_workers.map.objective import Objective
 from batchopt_workers.map.program import Program
 from batchopt_workers.map.record import Record
 from batchopt_workers.map.seeding import generator_states
+from batchopt_workers.process.parent import end_with
 from batchopt_workers.process.torch_settings import set_module_hooks
 
 # Of this file and of what a library expects: libraries of another one are compiled again.
@@ -158,36 +157,18 @@ def _run_once(path: str, examples: Sequence[torch.Tensor]) -> None:
     torch._C._aoti.AOTIModelContainerRunnerCpu(path, 1).run(inputs)
 
 
-def _requests(stream: BinaryIO) -> Iterator[Any]:
-    """Yield the requests, which a thread reads: at the end of the stream, as of the process that has started this one,
-    this one ends with all that it started, whatever it is doing."""
-    waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
-
-    def read() -> None:
-        while True:
-            try:
-                waiting.put(pickle.load(stream))
-            except (EOFError, OSError):
-                os.killpg(0, signal.SIGKILL)
-
-    threading.Thread(target=read, daemon=True).start()
-    while True:
-        yield waiting.get()
-
-
-def main() -> None:
+def main(leash: int) -> None:
     """Serve the process that has started this one. The standard output is for replies alone: what the user's code
-    prints is dropped."""
-    if os.getpgrp() != os.getpid():
-        os.setpgrp()
+    prints is dropped. `leash`: a descriptor; see `end_with`."""
+    threading.Thread(target=end_with, args=(os.getppid(), leash), daemon=True).start()
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     warnings.simplefilter("ignore")  # the workers issue them, too
     os.nice(5)  # evaluations go on meanwhile
-    for request in _requests(sys.stdin.buffer):
-        pickle.dump(carry_out(request), replies)
+    while True:
+        try:
+            reply: Reply | str = carry_out(pickle.load(sys.stdin.buffer))
+        except Exception as error:  # whatever it is, somebody waits for an answer
+            reply = _told(error)
+        pickle.dump(reply, replies)
         replies.flush()
-
-
-if __name__ == "__main__":
-    main()

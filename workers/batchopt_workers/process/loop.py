@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
-import fcntl
 import io
 import multiprocessing
 import os
@@ -16,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any
 
 import cloudpickle
@@ -27,10 +26,10 @@ from batchopt_workers.map.work import ChunkDone
 from batchopt_workers.process import faults
 from batchopt_workers.process.failures import describe, tell_parent
 from batchopt_workers.process.messages import CHUNK, HEAD, NONES, TASKS, Message, versions
+from batchopt_workers.process.parent import end, end_with, tie
 from batchopt_workers.process.session import WITH_DESCRIPTOR, Session
 from batchopt_workers.tasks.forms import Form
 
-_F_SETSIG = 10  # Linux; Python does not name it
 # Largest message in bytes: its length is sent as a signed 4-byte number.
 LARGEST = 2**31 - 1
 # Seconds of the longest order after which a worker stays awake for the next one, if there are enough cores: waking up
@@ -169,37 +168,6 @@ def _carry_out(mailbox: _Mailbox, session: Session, told: Told, made: int) -> fl
     return 0.0 if report is None else report.seconds
 
 
-def _end(code: int) -> None:
-    """End this process and everything that it started."""
-    if os.getpgrp() == os.getpid():
-        os.killpg(0, signal.SIGKILL)
-    os._exit(code)
-
-
-def _end_with_parent() -> None:
-    """Wait for the parent's death, and end this process then."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None and parent.pid is not None
-    watched = [parent.sentinel]
-    if hasattr(os, "pidfd_open"):  # another process may hold the other end of the sentinel
-        try:
-            watched.append(os.pidfd_open(parent.pid))
-        except ProcessLookupError:
-            _end(1)
-        except OSError:  # not allowed in this container
-            pass
-    wait(watched)
-    _end(1)
-
-
-def _killed_with_parent(sentinel: int) -> None:
-    """Have the kernel kill this process's group when the parent's end of `sentinel` closes: this does not need the GIL,
-    which the user's code may hold."""
-    fcntl.fcntl(sentinel, fcntl.F_SETOWN, -os.getpgrp())
-    fcntl.fcntl(sentinel, _F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(sentinel, fcntl.F_SETFL, fcntl.fcntl(sentinel, fcntl.F_GETFL) | os.O_ASYNC)
-
-
 def main(connection: Connection, rank: int, world_size: int, threads: int, ignored: int) -> None:
     """Run a worker process, from its first message to the parent's last; it ignores the signals with these bits."""
     for number in (signal.SIGINT, *(number for number in signal.Signals if ignored >> (number - 1) & 1)):
@@ -207,11 +175,12 @@ def main(connection: Connection, rank: int, world_size: int, threads: int, ignor
     faulthandler.enable(all_threads=False)  # the other threads are internal, and of no interest
     os.set_inheritable(connection.fileno(), False)
     parent = multiprocessing.parent_process()
-    assert parent is not None
+    assert parent is not None and parent.pid is not None
     os.set_inheritable(parent.sentinel, False)
     if os.getpgrp() == os.getpid():
-        _killed_with_parent(parent.sentinel)
-    threading.Thread(target=_end_with_parent, name="batchopt-parent-watch", daemon=True).start()
+        tie(parent.sentinel, os.getpgrp())
+    watched = parent.pid, parent.sentinel
+    threading.Thread(target=end_with, args=watched, name="batchopt-parent-watch", daemon=True).start()
     torch.set_num_threads(threads)
     faults.rank = rank
     faults.end_copies()
@@ -223,7 +192,7 @@ def main(connection: Connection, rank: int, world_size: int, threads: int, ignor
     atexit._run_exitfuncs()  # the user's code may have registered some
     sys.stdout.flush()
     sys.stderr.flush()
-    _end(0)
+    end(0)
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle's class is untyped
