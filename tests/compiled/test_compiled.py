@@ -297,6 +297,70 @@ def test_autocast_is_eager() -> None:
         assert "eager (autocast rounds" in repr(opt)
 
 
+class Averages(nn.Module):
+    """Moving averages, each written in another way."""
+
+    means: torch.Tensor
+    listed: torch.Tensor
+    parted: torch.Tensor
+    apart: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 1))
+        for name in ("means", "listed", "parted", "apart"):
+            self.register_buffer(name, torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layer(x)
+        with torch.no_grad():
+            mean = found.mean()
+            torch.add(0.9 * self.means, 0.1 * mean, out=self.means)
+            torch._foreach_mul_([self.listed, self.parted], 0.9)
+            for part in self.parted.chunk(2):
+                part.add_(mean)
+            first, *_, last = self.listed
+            first.add_(mean)
+            last.sub_(mean)
+            self.apart.data.lerp_(mean, 0.1)
+        return found
+
+
+@pytest.mark.slow
+def test_buffers_are_written_in_whatever_way() -> None:
+    """As often as by eager evaluations, also in those that are compared."""
+
+    def run(compile: bool) -> dict[str, torch.Tensor]:
+        module = Averages().double()
+        with make(module, optimizer="sgd", loss_fn=None, criterion=nn.MSELoss(), compile=compile) as opt:
+            for _ in range(5):
+                opt.step(X, Y)
+            assert is_compiled(opt) == compile
+        return {name: value.clone() for name, value in module.state_dict().items()}
+
+    torch.testing.assert_close(run(True), run(False), rtol=1e-10, atol=1e-12)
+
+
+def hidden(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Writes a buffer, on which f does not depend, if the surroundings say so."""
+    if ambient.FACTOR > 1.0:
+        module[1].num_batches_tracked.add_(1)  # type: ignore[index]
+    return slopes(module, x, y)
+
+
+@pytest.mark.slow
+def test_a_buffer_that_only_eager_evaluations_write_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = net(nn.BatchNorm1d(8).eval()).double()
+    with make(module, loss_fn=hidden) as opt:
+        opt.load(X, Y)
+        for _ in range(3):
+            opt.evaluate()
+        monkeypatch.setattr(ambient, "FACTOR", 2.0)
+        with pytest.warns(UserWarning, match="a tensor of the module's state"):
+            opt.evaluate()
+
+
 OF_MAIN = """
 import torch, batchopt
 from typing import NamedTuple

@@ -116,6 +116,21 @@ class Writing(nn.Module):
         return found
 
 
+class Writes(nn.Module):
+    """Writes a buffer in some way."""
+
+    def __init__(self, write: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
+        super().__init__()
+        self.layer, self.write = nn.Linear(3, 1), write
+        self.register_buffer("own", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layer(x)
+        with torch.no_grad():
+            self.write(self.get_buffer("own"), found.mean())
+        return found
+
+
 def hooked() -> nn.Module:
     module, seen = net(), []
     next(module.children()).register_forward_hook(lambda layer, inputs, output: seen.append(output.shape))
@@ -124,6 +139,11 @@ def hooked() -> nn.Module:
 
 def written(x: torch.Tensor) -> torch.Tensor:
     return x.mul_(2)
+
+
+def listed(x: torch.Tensor) -> torch.Tensor:
+    torch._foreach_mul_([x], 2.0)
+    return x
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Loss, str]] = {
@@ -143,6 +163,12 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Loss, str]] = {
     ),
     "samples are written": (net, lambda m, x, y: plain(m, written(x), y), "writes the samples"),
     "a constant is written": (Writing, plain, "writes a constant"),
+    "memory of a buffer that is replaced": (
+        lambda: Writes(lambda own, x: setattr(own, "data", own + x)),
+        plain,
+        "other memory",
+    ),
+    "samples are written in a list": (net, lambda m, x, y: plain(m, listed(x), y), "writes the samples"),
     "complex numbers": (net, lambda m, x, y: torch.complex(m(x)[:, 0], m(x)[:, 0]).abs().sum(), "complex"),
     "a sparse gradient": (
         lambda: nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 1)),
@@ -172,6 +198,32 @@ def test_statistics_are_inputs_and_results() -> None:
     assert [kind for kind, _ in found.inputs].count(STATISTIC) == 3
     module = net(nn.BatchNorm1d(8)).eval()
     assert not trace_of(module, plain).written
+
+
+def unpacked(own: torch.Tensor, value: torch.Tensor) -> None:
+    first, *_ = own
+    first.add_(value)
+
+
+WRITES: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "foreach": lambda own, x: torch._foreach_add_([own], x),
+    "out=": lambda own, x: torch.mul(own, x, out=own),
+    "chunk": lambda own, x: own.chunk(2)[1].add_(x),
+    "split": lambda own, x: torch.split(own, 1)[2].add_(x),
+    "split of a view": lambda own, x: torch.split(own.view(2, 2), [1, 1])[1][0].add_(x),
+    "unbind": lambda own, x: own.unbind()[0].copy_(x),
+    "unpacking": unpacked,
+    "data": lambda own, x: own.data.lerp_(x, 0.1),
+    "data of a part": lambda own, x: own.data[1:].fill_(x),
+    "an item": lambda own, x: own.__setitem__(0, x),
+    "a list of parts": lambda own, x: torch._foreach_add_([*torch.split(own, 1)], 1.0),
+    "detach": lambda own, x: own.detach().add_(x),
+}
+
+
+@pytest.mark.parametrize("way", WRITES)
+def test_buffers_are_results_in_whatever_way_they_are_written(way: str) -> None:
+    assert trace_of(Writes(WRITES[way]), plain).written == (0,)
 
 
 @pytest.mark.parametrize(

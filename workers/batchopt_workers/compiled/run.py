@@ -46,7 +46,7 @@ class Library:
         }
         self._inputs: list[torch.Tensor | int] = [i if kind == PIECE else of[kind][i] for kind, i in artifact.inputs]
         self._used = [sources.parameters[i] for i in artifact.used]
-        self.written = [sources.statistics[i] for i in artifact.written]
+        self._written = [sources.statistics[i] for i in artifact.written]
         self._forms = self._forms_now()
 
     def _forms_now(self) -> list[tuple[torch.Size, torch.dtype]]:
@@ -64,7 +64,7 @@ class Library:
             found = self._run([(piece[x] if isinstance(x, int) else x).detach().contiguous() for x in self._inputs])
             for parameter, gradient in zip(self._used, found[1:], strict=False):
                 parameter.grad = gradient.view(parameter.shape)
-            for own, new in zip(self.written, found[1 + len(self._used) :], strict=True):
+            for own, new in zip(self._written, found[1 + len(self._used) :], strict=True):
                 own.copy_(new)
         return found[0]
 
@@ -73,7 +73,7 @@ class CompiledPieces:
     """The libraries for a program: see `Shortcuts`."""
 
     def __init__(self, artifacts: Iterable[Artifact], sources: Sources) -> None:
-        self._parameters = sources.parameters
+        self._sources = sources
         self._libraries = {artifact.form: Library(artifact, sources) for artifact in artifacts}
         self._comparisons = Comparisons()
         self._due: set[PieceForm] = set()
@@ -96,5 +96,6 @@ class CompiledPieces:
         call = partial(library, [*tensors_in(arguments_of(piece))])
         if form in self._due:
             self._due.remove(form)
-            return examined(call, partial(eager, piece), self._parameters, library.written, library.comparison)
+            sources = self._sources
+            return examined(call, partial(eager, piece), sources.parameters, sources.statistics, library.comparison)
         return call()

@@ -12,6 +12,7 @@ are recorded as they are: whoever changes the program has it traced again.
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.utils._pytree import tree_leaves
 
 from batchopt_workers.compiled.form import PARAMETER, PIECE, STATISTIC, TENSOR
 from batchopt_workers.data.packing import Placement
@@ -117,9 +119,12 @@ def trace(
         used[:] = [i for i, _ in found]
         return [value.detach(), *[gradient.detach() for _, gradient in found]]
 
+    memory = [tensor.untyped_storage()._cdata for *_, tensor in given]
     with fakes.mode:
         trace_it = make_fx(evaluation, decomposition_table=DECOMPOSED)
         graph = trace_it(*[tensor for *_, tensor in given])
+    if [tensor.untyped_storage()._cdata for *_, tensor in given] != memory:
+        raise Untraceable("it gives a tensor of the program other memory (`.data = ...`), which a graph would not")
     for example in graph.graph.find_nodes(op="get_attr"):
         if type(getattr(graph, example.target)) is not torch.Tensor:
             raise Untraceable("it uses a tensor that is no part of the program")
@@ -165,27 +170,33 @@ def _check_operations(graph: torch.fx.GraphModule) -> None:
             raise Untraceable("it draws from a torch.Generator of its own")
 
 
+def _shared(node: torch.fx.Node) -> list[tuple[bool, Any]]:
+    """Return what an operation shares memory with: arguments that it writes (True), and others that it may return."""
+    target: Any = node.target
+    if target is operator.getitem:  # one of the views that `chunk` returns, say
+        return [(False, node.args[0])]
+    arguments = target._schema.arguments if isinstance(target, torch._ops.OpOverload) else ()
+    given = dict(zip([argument.name for argument in arguments], node.args, strict=False)) | node.kwargs
+    known = [(argument.alias_info, given.get(argument.name)) for argument in arguments]
+    return [(alias.is_write, one) for alias, value in known if alias is not None for one in tree_leaves(value)]
+
+
 def _return_statistics(graph: torch.fx.GraphModule, given: Sequence[tuple[str, int]]) -> tuple[int, ...]:
     """Have the graph work on copies of the statistics that it writes, and return these; return their indices. Raise
     `Untraceable` for writes to anything else that it is given."""
     placeholders = {node: place for node, place in zip(graph.graph.find_nodes(op="placeholder"), given, strict=True)}
     base: dict[torch.fx.Node, torch.fx.Node] = {node: node for node in placeholders}
     written: dict[torch.fx.Node, int] = {}
-    for node in graph.graph.nodes:
-        if not isinstance(node.target, torch._ops.OpOverload):
+    for node, (writes, value) in [(one, found) for one in graph.graph.nodes for found in _shared(one)]:
+        if value not in base:
             continue
-        schema = node.target._schema
-        for argument, value in zip(schema.arguments, node.args, strict=False):
-            if not isinstance(value, torch.fx.Node) or argument.alias_info is None or value not in base:
-                continue
-            if argument.alias_info.is_write:
-                kind, i = placeholders[base[value]]
-                if kind != STATISTIC:
-                    what = {PIECE: "the samples", PARAMETER: "a parameter", TENSOR: "a constant"}[kind]
-                    raise Untraceable(f"it writes {what} ({node.target})")
-                written[base[value]] = i
-            if any(found.alias_info is not None for found in schema.returns):
-                base[node] = base[value]
+        if writes:
+            kind, i = placeholders[base[value]]
+            if kind != STATISTIC:
+                what = {PIECE: "the samples", PARAMETER: "a parameter", TENSOR: "a constant"}[kind]
+                raise Untraceable(f"it writes {what} ({node.target})")
+            written[base[value]] = i
+        base[node] = base[value]
     (output,) = graph.graph.find_nodes(op="output")
     results = list(output.args[0])
     last = [*placeholders][-1]
