@@ -16,6 +16,8 @@ import torch
 from torch import nn
 
 from batchopt import BatchOptimizer, NonFiniteError, Term
+from batchopt_workers.graphs.recording import RECORDINGS
+from tests.card.recorded import Recorded
 from tests.card.test_card import data, residual, short, square
 
 pytestmark = pytest.mark.filterwarnings(
@@ -361,6 +363,31 @@ def test_indices_are_recorded(recorded: list[Any], device: torch.device) -> None
 
     says = alike(recorded, device, around(CHANGES["nothing"]), loss_fn=pairs)
     assert says == "1 recorded"
+
+
+def test_casts_of_autocast_are_recorded(
+    recorded: list[Any], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are kept within the context, so the recorded evaluation would find those of one before."""
+    if device.type == "card":  # which knows no autocast
+        device = torch.device("cpu")
+        monkeypatch.setitem(RECORDINGS, "cpu", Recorded)
+    x, y = (tensor.float() for tensor in there(device))
+    found = []
+    for graph in (False, True):
+        torch.manual_seed(0)
+        net = small().to(device)
+        with (
+            torch.autocast(device.type, torch.bfloat16),
+            BatchOptimizer(net, nn.MSELoss(), optimizer=None, graph=graph) as opt,
+        ):
+            opt.load(x, y)
+            for _ in range(5):
+                found.append((opt.evaluate().item(), opt.grad_parameters.tolist()))
+                with torch.no_grad():
+                    opt.parameters.mul_(1.5)
+            assert not graph or status(opt) == "1 recorded"
+    assert found[:5] == found[5:]
 
 
 def test_a_kept_output_puts_recording_off_in_older_torch(

@@ -65,6 +65,7 @@ class Graph:
         for parameter in self._parameters:
             parameter.grad = None
         loss = eager(dataclasses.replace(piece, inputs=inputs, targets=targets, attributes=attributes))
+        torch.clear_autocast_cache()  # casts of X are recorded anew, and lie in memory that replays overwrite
         return loss.detach(), [parameter.grad for parameter in self._parameters]
 
     def __call__(self, piece: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -282,7 +283,8 @@ class _Start:
         return None
 
     def restore(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Start again, without gradients."""
+        """Start again, without gradients and casts."""
+        torch.clear_autocast_cache()
         with torch.no_grad():
             for own, before in self._state:
                 own.detach_().copy_(before) if own.grad_fn is not None else own.copy_(before)
