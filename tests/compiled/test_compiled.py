@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from batchopt import BatchOptimizer, CompileError
+from batchopt import BatchOptimizer, CompileError, WorkerError
 from tests.compiled import ambient
 
 X = torch.linspace(-2.0, 2.0, 20 * 3, dtype=torch.float64).reshape(20, 3).sin()
@@ -359,6 +359,78 @@ def test_a_buffer_that_only_eager_evaluations_write_is_a_difference(monkeypatch:
         monkeypatch.setattr(ambient, "FACTOR", 2.0)
         with pytest.warns(UserWarning, match="a tensor of the module's state"):
             opt.evaluate()
+
+
+def of_float32(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return ambient.FACTOR * slopes(module, x.float(), y.float())
+
+
+@pytest.mark.slow
+def test_differences_are_measured_by_the_present_f(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after it has fallen: 3 % are no rounding."""
+    with make(net().float(), loss_fn=of_float32) as opt:
+        opt.load(X, Y)
+        start = opt.parameters.clone()
+        opt.parameters[-9:] *= 1e3
+        assert opt.evaluate().item() > 1e4
+        opt.parameters.copy_(start)
+        for _ in range(2):
+            assert opt.evaluate().item() < 2
+        monkeypatch.setattr(ambient, "FACTOR", 1.03)
+        with pytest.warns(UserWarning, match="the loss differs by 0.0"):
+            opt.evaluate()
+
+
+@pytest.mark.sampled
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rounding_of_terms_that_cancel_is_no_difference(dtype: torch.dtype) -> None:
+    """At a minimum f and its gradient are nothing else."""
+    module = net().to(dtype)
+    x = X.to(dtype)
+    y = torch.stack([module(row) for row in x]).detach()
+
+    with warnings.catch_warnings(), make(module, loss_fn=None, criterion=nn.MSELoss()) as opt:
+        warnings.simplefilter("error")
+        for shift in (1e-1, 0.0, 1e-5, 1e-3):
+            opt.load(x, y + shift)
+            for _ in range(2):
+                opt.evaluate()
+        assert is_compiled(opt)
+
+
+def factorized(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    u = module(x)
+    found: torch.Tensor = torch.linalg.cholesky(u @ u.T + torch.eye(len(u), dtype=u.dtype)).diagonal().log().sum()
+    return found
+
+
+@pytest.mark.slow
+def test_operations_that_only_python_can_call_stay_eager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is known before the C++ compiler is called."""
+    monkeypatch.setenv("BATCHOPT_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", "true")
+    with make(net(), loss_fn=factorized, reduction="sum", chunk_size=20) as opt:
+        opt.load(X, Y)
+        with pytest.raises(CompileError, match=r"compiled code cannot call aten\._?linalg"):
+            opt.evaluate()
+
+
+@pytest.mark.slow
+def test_an_index_out_of_range_is_an_index_error() -> None:
+    """In an evaluation that is not compared, too, and with threads, which an exception must not leave."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Embedding(5, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+    rows, targets = torch.arange(50_000) % 5, Y.repeat(2500, 1)
+    with make(module, threads_per_worker=2, loss_fn=lambda m, x, y: (m(x) - y).square().mean()) as opt:
+        for bad in (0, 0, 5):
+            opt.load(rows + bad, targets)
+            if bad:
+                with pytest.raises(WorkerError, match=r"IndexError .* out of range"):
+                    opt.evaluate()
+            else:
+                opt.evaluate()
+                assert is_compiled(opt)
 
 
 OF_MAIN = """

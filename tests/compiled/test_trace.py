@@ -19,7 +19,7 @@ from batchopt_workers.compiled.trace import Traced
 from batchopt_workers.data.batch import Piece
 from batchopt_workers.data.packing import pack
 from batchopt_workers.map.program import Program
-from batchopt_workers.map.shortcuts import Comparison, Differs
+from batchopt_workers.map.shortcuts import Differs, Outcome, compare
 from batchopt_workers.process.torch_settings import TorchSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch's own, as in the process that compiles
@@ -276,8 +276,8 @@ def test_derivatives_by_forward_mode_have_memory() -> None:
 D = torch.float64
 
 
-def tensor(*values: float) -> torch.Tensor:
-    return torch.tensor(values, dtype=D)
+def outcome(loss: float, *gradient: float) -> Outcome:
+    return Outcome(torch.tensor(loss, dtype=D), [torch.tensor(gradient, dtype=D), None], [], [])
 
 
 NAN, INF = float("nan"), float("inf")
@@ -288,31 +288,29 @@ NAN, INF = float("nan"), float("inf")
     [((1.0 + 1e-12, 1e-14, 1.0), (1.0, 0.0, 1.0)), ((NAN, NAN, 1.0), (NAN, NAN, 1.0)), ((INF, INF), (INF, INF))],
 )
 def test_rounding_passes_and_what_is_not_finite_in_both(found: tuple[float, ...], expected: tuple[float, ...]) -> None:
-    comparison = Comparison()
-    comparison.losses(tensor(found[0]), tensor(expected[0]))
-    comparison.gradients([tensor(*found[1:]), None], [tensor(*expected[1:]), None])
+    compare(outcome(*found), outcome(*expected), outcome(*expected))
 
 
 def test_of_residuals_that_cancel_rounding_is_that_of_their_terms() -> None:
     """At the minimum of a sum of squares f is nothing but rounding."""
-    comparison = Comparison()
-    for size in (1.0, 1e-28):
-        comparison.losses(tensor(size + 1e-28), tensor(size))
-        comparison.gradients([tensor(size**0.5 + 1e-14)], [tensor(size**0.5)])
-    with pytest.raises(Differs, match="the loss differs by 1e-12 of 1e-12"):
-        comparison.losses(tensor(2e-12), tensor(1e-12))
+    expected, nearby = outcome(1e-28, 1e-14), outcome(3e-28, 3e-14)
+    compare(outcome(2e-28, 2e-14), expected, nearby)
+    with pytest.raises(Differs, match="the loss differs by 1e-28 of 1e-28"):
+        compare(outcome(2e-28, 1e-14), expected, expected)
+    with pytest.raises(Differs, match="the loss differs by 1e-12 of 1e-28"):
+        compare(outcome(1e-12, 1e-14), expected, nearby)
     with pytest.raises(Differs, match="a gradient differs"):
-        comparison.gradients([tensor(2e-8)], [tensor(1e-8)])
+        compare(outcome(1e-28, 1e-8), expected, nearby)
 
 
 @pytest.mark.parametrize("found, words", [(1.001, ""), (NAN, " by nan")])
 def test_nothing_else_passes(found: float, words: str) -> None:
     with pytest.raises(Differs, match=f"the loss differs{words}"):
-        Comparison().losses(tensor(found), tensor(1.0))
+        compare(outcome(found), outcome(1.0), outcome(1.0))
     with pytest.raises(Differs, match=f"a gradient differs{words}"):
-        Comparison().gradients([tensor(found)], [tensor(1.0)])
+        compare(outcome(1.0, found), outcome(1.0, 1.0), outcome(1.0, NAN))
     with pytest.raises(Differs, match="other parameters"):
-        Comparison().gradients([None], [tensor(1.0)])
+        compare(outcome(1.0), outcome(1.0)._replace(gradients=[None, None]), outcome(1.0))
 
 
 # ---- the process that compiles

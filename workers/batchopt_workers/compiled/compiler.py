@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -37,7 +37,7 @@ from batchopt_workers.process.parent import end_with
 from batchopt_workers.process.torch_settings import set_module_hooks
 
 # Of this file and of what a library expects: libraries of another one are compiled again.
-VERSION = 1
+VERSION = 2
 
 
 class _Objects(Record):
@@ -70,7 +70,8 @@ def _compiled(request: Request, piece: PackedPiece) -> Artifact | str:
     path = os.path.join(request.directory, f"{key}.so")
     if not os.path.exists(path):
         try:
-            _compile(graph, path, request.threads)
+            # an index out of range is an exception, which would end the process if it left a thread of OpenMP
+            _compile(graph, path, 1 if graph.has_integers else request.threads)
         except Exception as error:  # of inductor, and of the C++ compiler
             return f"it cannot be compiled: {_told(error)}"
     return Artifact(key, path, piece.form, fewest, most, graph.inputs, graph.used, graph.written)
@@ -130,6 +131,9 @@ def _processor() -> str:
 def _compile(graph: Traced, path: str, threads: int) -> None:
     """Compile a graph to the library `path`, which appears there complete."""
     from torch._inductor import aot_compile, config
+    from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
+
+    CppWrapperCpu.generate_fallback_kernel_with_runtime_lookup_aot = _refuse  # type: ignore[method-assign,assignment]
 
     with tempfile.TemporaryDirectory(dir=os.path.dirname(path)) as directory:
         made = os.path.join(directory, "compiled.so")
@@ -139,22 +143,13 @@ def _compile(graph: Traced, path: str, threads: int) -> None:
                 example.fake_mode.allow_non_fake_inputs = True
         with config.patch(settings):
             found: Any = aot_compile(graph.graph, graph.examples, options={"aot_inductor.output_path": made})
-        _run_once(found, graph.examples)
         os.chmod(found, 0o600)
         os.rename(found, path)
 
 
-def _run_once(path: str, examples: Sequence[torch.Tensor]) -> None:
-    """Evaluate once, since some operations are found to be missing only then. Raise what that raises."""
-
-    def numbers(sizes: Sequence[Any]) -> list[int]:
-        return [size if isinstance(size, int) else size.node.hint for size in sizes]
-
-    inputs = [
-        torch.empty_strided(numbers(example.shape), numbers(example.stride()), dtype=example.dtype).zero_()
-        for example in examples
-    ]
-    torch._C._aoti.AOTIModelContainerRunnerCpu(path, 1).run(inputs)
+def _refuse(wrapper: object, operation: object, *_: object) -> None:
+    """Raise an error, before the C++ compiler is called, for an operation that only Python can call."""
+    raise NotImplementedError(f"compiled code cannot call {operation}")
 
 
 def main(leash: int) -> None:

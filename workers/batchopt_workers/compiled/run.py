@@ -20,7 +20,7 @@ from batchopt_workers.compiled.form import (
 )
 from batchopt_workers.data.batch import Piece
 from batchopt_workers.data.structures import tensors_in
-from batchopt_workers.map.shortcuts import Comparison, Comparisons, Differs, Eager, examined
+from batchopt_workers.map.shortcuts import Comparisons, Differs, Eager, examined
 
 
 class Sources(NamedTuple):
@@ -36,7 +36,7 @@ class Library:
     """A loaded artifact; call it to set the gradients of the parameters, write the statistics and return the loss."""
 
     def __init__(self, artifact: Artifact, sources: Sources) -> None:
-        self.artifact, self.comparison = artifact, Comparison()
+        self.artifact = artifact
         runner = torch._C._aoti.AOTIModelContainerRunnerCpu(artifact.path, 1)
         self._run: Callable[..., list[torch.Tensor]] = runner.run
         of: Mapping[str, Sequence[torch.Tensor]] = {
@@ -94,8 +94,12 @@ class CompiledPieces:
             return None
         assert form is not None
         call = partial(library, [*tensors_in(arguments_of(piece))])
-        if form in self._due:
-            self._due.remove(form)
-            sources = self._sources
-            return examined(call, partial(eager, piece), sources.parameters, sources.statistics, library.comparison)
-        return call()
+        is_due = form in self._due
+        self._due.discard(form)
+        try:
+            if not is_due:
+                return call()
+            return examined(call, partial(eager, piece), self._sources.parameters, self._sources.statistics)
+        except RuntimeError as error:
+            eager(piece)  # which raises what is the user's own error, as an index out of range
+            raise Differs(f"the library fails ({str(error).splitlines()[0]})") from error

@@ -49,6 +49,13 @@ class Traced(NamedTuple):
         """The inputs without elements."""
         return tuple(node.meta["val"] for node in self.graph.graph.nodes if node.op == "placeholder")
 
+    @property
+    def has_integers(self) -> bool:
+        """Tell whether there are tensors of integers, which may be indices."""
+        values = [node.meta.get("val") for node in self.graph.graph.nodes]
+        kinds = [value.dtype for value in values if isinstance(value, torch.Tensor) and value.dim()]
+        return not all(kind.is_floating_point or kind == torch.bool for kind in kinds)
+
     def range_around(self, samples: int, largest: int) -> tuple[int, int]:
         """Return the fewest and the most samples for which it is right, among the numbers around `samples` up to
         `largest`; two at least."""

@@ -12,12 +12,10 @@ random numbers from the same generator, and is dropped when anything else that f
 from __future__ import annotations
 
 import dataclasses
-import random
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from batchopt_workers.compiled.form import PieceForm, arguments_of, form_of
@@ -28,8 +26,7 @@ from batchopt_workers.graphs.rehearsal import Rehearsal, is_held, obstacle_of
 from batchopt_workers.map.module_state import ModuleState
 from batchopt_workers.map.program import Program
 from batchopt_workers.map.record import Record
-from batchopt_workers.map.seeding import generator_states, set_torch_states, torch_states
-from batchopt_workers.map.shortcuts import Comparison, Comparisons, Differs, Eager, examined
+from batchopt_workers.map.shortcuts import Comparisons, Differs, Eager, Start, examined
 from batchopt_workers.process.interrupts import let_through
 from batchopt_workers.process.torch_settings import TorchSettings
 
@@ -51,7 +48,6 @@ class Graph:
 
     def __init__(self, piece: Piece, eager: Eager, parameters: Sequence[torch.Tensor], recording: Recording) -> None:
         """Record it; the gradients, the module's state and the random states are then others. Raise `RuntimeError`."""
-        self.comparison = Comparison()
         self._parameters, self._recording = parameters, recording
         with torch.no_grad():
             self._inputs = [_room_for(tensor).copy_(tensor) for tensor in tensors_in(arguments_of(piece))]
@@ -214,7 +210,7 @@ class Graphs:
         except ValueError as error:
             self._stop(str(error))
             return None
-        start = _Start(self._subject.state.tensors)
+        start = Start(self._subject.state.tensors)
         try:
             with Rehearsal(parameters[0].device) as rehearsal:
                 value = eager(piece)
@@ -248,7 +244,7 @@ class Graphs:
     def _examined(self, graph: Graph, piece: Piece, eager: Eager) -> torch.Tensor:
         call = partial(graph, [*tensors_in(arguments_of(piece))])
         parameters, state = self._subject.parameters, self._subject.state
-        return examined(call, partial(eager, piece), parameters, state.tensors, graph.comparison)
+        return examined(call, partial(eager, piece), parameters, state.tensors)
 
     # ---- the end
 
@@ -265,31 +261,3 @@ class Graphs:
         """Stay eager, until the evaluator is another one."""
         self._forget(reason)
         self._is_over = True
-
-
-class _Start:
-    """The start of an evaluation: the elements of the module's `state`, and the states of the generators."""
-
-    def __init__(self, state: Sequence[torch.Tensor]) -> None:
-        self._state = [(own, own.detach().clone()) for own in state]
-        self._torch, self._others = torch_states(), (np.random.get_state(legacy=False), random.getstate())
-        self._seen = generator_states()[:2]
-
-    @property
-    def obstacle(self) -> str | None:
-        """Anything that an evaluation since has done, and a graph would not do."""
-        if generator_states()[:2] != self._seen:
-            return "it draws from the generators of NumPy or Python"
-        return None
-
-    def restore(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Start again, without gradients and casts."""
-        torch.clear_autocast_cache()
-        with torch.no_grad():
-            for own, before in self._state:
-                own.detach_().copy_(before) if own.grad_fn is not None else own.copy_(before)
-        set_torch_states(self._torch)
-        np.random.set_state(self._others[0])
-        random.setstate(self._others[1])
-        for parameter in parameters:
-            parameter.grad = None

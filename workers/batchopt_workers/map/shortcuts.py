@@ -9,14 +9,16 @@ counts.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Protocol
+import random
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from batchopt_workers.data.batch import Piece
 from batchopt_workers.data.structures import same_values
-from batchopt_workers.map.seeding import set_torch_states, torch_states
+from batchopt_workers.map.seeding import generator_states, set_torch_states, torch_states
 
 # Sets the gradients of the parameters, writes the module's state, and returns the loss.
 Eager = Callable[[Piece], torch.Tensor]
@@ -37,81 +39,117 @@ class Differs(Exception):
     """A shortcut finds something else than the eager evaluation, by more than rounding."""
 
 
+class Start:
+    """The start of an evaluation: the elements of the module's `state`, and the states of the generators."""
+
+    def __init__(self, state: Sequence[torch.Tensor]) -> None:
+        self._state = [(own, own.detach().clone()) for own in state]
+        self._torch, self._others = torch_states(), (np.random.get_state(legacy=False), random.getstate())
+        self._seen = generator_states()[:2]
+
+    @property
+    def obstacle(self) -> str | None:
+        """Anything that an evaluation since has done, and a graph would not do."""
+        if generator_states()[:2] != self._seen:
+            return "it draws from the generators of NumPy or Python"
+        return None
+
+    def restore(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Start again, without gradients and casts."""
+        torch.clear_autocast_cache()
+        with torch.no_grad():
+            for own, before in self._state:
+                own.detach_().copy_(before) if own.grad_fn is not None else own.copy_(before)
+        set_torch_states(self._torch)
+        np.random.set_state(self._others[0])
+        random.setstate(self._others[1])
+        for parameter in parameters:
+            parameter.grad = None
+
+
+class Outcome(NamedTuple):
+    """The outcome of an evaluation: what it found, wrote and drew."""
+
+    loss: torch.Tensor
+    gradients: Sequence[torch.Tensor | None]
+    state: Sequence[torch.Tensor]
+    draws: Sequence[torch.Tensor]
+
+
+# Units in the last place of X: what such a change of it makes is rounding.
+ULPS = 16
+
+
 def examined(
     shortcut: Callable[[], torch.Tensor],
     eager: Callable[[], torch.Tensor],
     parameters: Sequence[torch.Tensor],
-    written: Sequence[torch.Tensor],
-    comparison: Comparison,
+    state: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    """Evaluate by a shortcut and by `eager`, from the same state (`written`) and with the same random numbers, and
-    compare. Raise `Differs`."""
-    before, states = [own.clone() for own in written], torch_states()
-    value = eager().detach().clone()
-    expected = [parameter.grad for parameter in parameters]
-    after, drawn = [own.clone() for own in written], torch_states()
-    with torch.no_grad():
-        for own, then in zip(written, before, strict=True):
-            own.copy_(then)
-    set_torch_states(states)
-    for parameter in parameters:
-        parameter.grad = None
-    found = shortcut()
-    comparison.losses(found, value)
-    comparison.gradients([parameter.grad for parameter in parameters], expected)
-    for own, new in zip(written, after, strict=True):
-        _check("a tensor of the module's state", own, new)
-    if not all(map(torch.equal, torch_states(), drawn)):
-        raise Differs("it draws another number of random numbers")
-    return found
+    """Evaluate by a shortcut and by `eager`, from the same `state` and with the same random numbers, and compare. Raise
+    `Differs`.
 
-
-# Rounding errors of terms that cancel, in units of those of the largest loss and gradient so far.
-NOISE = 1000.0
-
-
-class Comparison:
-    """Compares losses and gradients of one shortcut with eager ones.
-
-    Rounding is relative to the terms that are added, which may cancel: those of a residual that has become small are as
-    large as at the beginning. So the `loss` and the `gradient` (its largest element) of the beginning count as well.
-    Where r is a residual and d its rounding error, that of its square is 2 r d + d d.
+    Rounding is relative to the terms that are added, and these may cancel, more and more as f falls. So where more
+    differs than a small part of the largest element, `eager` is asked how much of it an X beside this one makes.
     """
+    start = Start(state)
 
-    def __init__(self) -> None:
-        self.loss = self.gradient = 0.0  # the largest so far
+    def outcome(evaluation: Callable[[], torch.Tensor]) -> Outcome:
+        start.restore(parameters)
+        loss = evaluation().detach().clone()
+        gradients = [parameter.grad for parameter in parameters]
+        return Outcome(loss, gradients, [own.detach().clone() for own in state], torch_states())
 
-    def losses(self, found: torch.Tensor, expected: torch.Tensor) -> None:
-        """Raise `Differs` if they differ by more than rounding."""
-        value, eps = abs(expected.item()), torch.finfo(expected.dtype).eps
-        self.loss = max(self.loss, value) if math.isfinite(value) else self.loss
-        noise = NOISE * eps * math.sqrt(self.loss)
-        _check("the loss", found, expected, eps**0.5 * value + 2 * math.sqrt(value) * noise + noise * noise)
-
-    def gradients(self, found: Sequence[torch.Tensor | None], expected: Sequence[torch.Tensor | None]) -> None:
-        """Raise `Differs` if they are of other parameters, or differ by more than rounding of the largest."""
-        if [gradient is None for gradient in found] != [gradient is None for gradient in expected]:
-            raise Differs("it uses other parameters")
-        sizes = [gradient.abs().max().item() for gradient in expected if gradient is not None and gradient.numel()]
-        size = max(sizes, default=0.0)
-        self.gradient = max(self.gradient, size) if math.isfinite(size) else self.gradient
-        for mine, gradient in zip(found, expected, strict=True):
-            if mine is not None and gradient is not None:
-                eps = torch.finfo(gradient.dtype).eps
-                _check("a gradient", mine, gradient, eps**0.5 * size + NOISE * eps * self.gradient)
+    expected, found = outcome(eager), outcome(shortcut)
+    try:
+        compare(found, expected, expected)
+    except Differs:
+        own = [parameter.data for parameter in parameters]  # shared, so it is replaced and not written
+        try:
+            for parameter, data in zip(parameters, own, strict=True):
+                parameter.data = _beside(data)
+            nearby = outcome(eager)
+        finally:
+            for parameter, data in zip(parameters, own, strict=True):
+                parameter.data = data
+        compare(found, expected, nearby)
+        outcome(shortcut)  # whose gradients and state count
+    return found.loss
 
 
-def _check(what: str, found: torch.Tensor, expected: torch.Tensor, allowed: float | None = None) -> None:
-    """Raise `Differs` if elements differ by more than is `allowed`, by default a part of the largest one."""
-    expected = expected.detach()
-    if not expected.numel() or same_values(found, expected):
+def _beside(x: torch.Tensor) -> torch.Tensor:
+    """Return other numbers, each some units of its last place away, in a direction of no symmetry."""
+    ways = torch.arange(x.numel(), device=x.device).cos().view(x.shape)
+    return x + x * (ULPS * torch.finfo(x.dtype).eps * ways).to(x.dtype)
+
+
+def compare(found: Outcome, expected: Outcome, nearby: Outcome) -> None:
+    """Raise `Differs` if two outcomes differ by more than rounding; `nearby`: the expected one at an X beside."""
+    if [gradient is None for gradient in found.gradients] != [gradient is None for gradient in expected.gradients]:
+        raise Differs("it uses other parameters")
+    _check("the loss", [(found.loss, expected.loss, nearby.loss)])
+    _check("a gradient", zip(found.gradients, expected.gradients, nearby.gradients, strict=True))
+    for state in zip(found.state, expected.state, nearby.state, strict=True):
+        _check("a tensor of the module's state", [state])
+    if not all(map(torch.equal, found.draws, expected.draws)):
+        raise Differs("it draws another number of random numbers")
+
+
+def _check(what: str, outcomes: Iterable[tuple[torch.Tensor | None, ...]]) -> None:
+    """Raise `Differs` if the first of three tensors differs from the second by more than rounding: a part of the
+    largest element of all, or more than the third one does."""
+    there = [[tensor.detach() for tensor in three if tensor is not None] for three in outcomes]
+    there = [three for three in there if len(three) == 3 and three[1].numel()]
+    if all(same_values(mine, own) for mine, own, _ in there):
         return
-    if not expected.is_floating_point():
+    if not all(own.is_floating_point() for _, own, _ in there):
         raise Differs(f"{what} is another one")
-    size = expected.abs().max().item()
-    difference = (found - expected).abs().max().item()
-    if not difference <= (torch.finfo(expected.dtype).eps ** 0.5 * size if allowed is None else allowed):  # or NaN
-        raise Differs(f"{what} differs by {difference:.2g} of {size:.2g}")
+    size = max(own.abs().max().item() for _, own, _ in there)
+    noise = max(filter(math.isfinite, [(beside - own).abs().max().item() for _, own, beside in there]), default=0.0)
+    for mine, own, _ in there:
+        difference = 0.0 if same_values(mine, own) else (mine - own).abs().max().item()
+        if not difference <= torch.finfo(own.dtype).eps ** 0.5 * size + noise:  # or NaN
+            raise Differs(f"{what} differs by {difference:.2g} of {size:.2g}")
 
 
 class Comparisons:
