@@ -114,7 +114,7 @@ def test_in_single_precision_squares_of_gradients_may_be_no_numbers(kind: str, o
 
 
 @pytest.mark.parametrize("of_x", [-100, 64])
-@pytest.mark.parametrize("kind", SEARCHES.keys() - {"ssbroyden"})  # whose matrix has no such elements
+@pytest.mark.parametrize("kind", [kind for kind in SEARCHES if kind != "ssbroyden"])  # whose matrix has no such element
 def test_in_single_precision_steps_may_be_no_numbers(kind: str, of_x: int) -> None:
     """The first one is 2^-200 or 2^128, times a direction of 2^100 or 2^-64."""
     options = {"max_iter": 500, "tolerance_grad": 1e-3 * 2.0**-of_x, "tolerance_change": 0.0}
