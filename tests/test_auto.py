@@ -103,6 +103,7 @@ def test_f_and_its_gradient_are_those_of_one_process_whoever_evaluates(chunk_siz
         assert len(opt.workers) == 2 and (chunk_size is None or torch.equal(found, loss))
 
 
+@pytest.mark.slow  # workers of two threads have a process of their own to be forked from
 def test_four_workers_are_tried_then_two_with_two_threads_each(
     monkeypatch: pytest.MonkeyPatch, two_cores: None
 ) -> None:

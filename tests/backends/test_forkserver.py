@@ -90,6 +90,7 @@ def test_workers_are_as_a_new_process_would_be(monkeypatch: pytest.MonkeyPatch, 
         sys.path.remove("/nowhere")
 
 
+@pytest.mark.slow
 def test_each_number_of_threads_has_its_own_until_others_are_needed_more(monkeypatch: pytest.MonkeyPatch) -> None:
     def origin(threads: int) -> psutil.Process:
         model = nn.Linear(2, 1)
