@@ -44,21 +44,25 @@ def test_other_optimizers_have_a_row_for_each_step() -> None:
         assert opt.history["f"] == losses and opt.history["step"] == [1, 2, 3, 4] and opt.result is None
 
 
-def test_it_has_the_losses_of_terms_at_the_accepted_points() -> None:
+@pytest.mark.parametrize("l1", [0.0, 1e-3])
+def test_it_has_the_losses_of_terms_at_the_accepted_points(l1: float) -> None:
     def squares(net: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = (net(x) - y).square().mean()
         return loss
 
     terms = {"left": Term(squares), "right": Term(squares, weight=3.0)}
     module = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)).double()
-    made = lambda p: LBFGS(p, max_iter=60)  # noqa: E731
+    made = lambda p: LBFGS(p, max_iter=60, l1=l1)  # noqa: E731
     with BatchOptimizer(module, terms=terms, optimizer=made, history=True) as opt:
         opt.step({"left": (X[:50], Y[:50]), "right": (X[50:], 3 * Y[50:])})
         assert (
             opt.result is not None and opt.result.evaluations > opt.result.iterations + 1
         )  # some trials were rejected
         for row in opt.history.rows:
-            assert row["terms"]["left"] + 3 * row["terms"]["right"] == pytest.approx(row["f"], rel=1e-12)
+            penalty = row["f"] - row["terms"]["left"] - 3 * row["terms"]["right"]
+            assert penalty > 0 if l1 else penalty == pytest.approx(0, abs=1e-12 * row["f"])
+        if l1:
+            assert penalty == pytest.approx(l1 * opt.parameters.abs().sum().item())
 
 
 def test_an_observer_may_follow_accepted_points_alone() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -28,7 +29,8 @@ class History(Observer):
         """Keep the rows of each `every`-th iteration."""
         self.every = read_count("history", every)
         self.rows: list[dict[str, Any]] = []
-        self._terms: dict[float, Mapping[str, float]] = {}  # since the last row, by f
+        # of each evaluation of the present step since its last point, with f; nothing of one that raised
+        self._terms: list[tuple[float, Mapping[str, float]]] | None = None
         self._seconds, self._began, self._before = 0.0, 0.0, 0
 
     def __len__(self) -> int:
@@ -45,32 +47,40 @@ class History(Observer):
 
     def step_begins(self) -> None:
         self._began, self._before = time.perf_counter(), len(self.rows)
-        self._terms.clear()
+        self._terms = []
 
     def step_ended(self, found: Stepped | None) -> None:
         if found is None:
             del self.rows[self._before :]
         elif not found.is_followed and found.batches % self.every == 0:
-            self._add(found.batches, found.batches, found.evaluations, found.loss)
+            terms = next((terms for f, terms in reversed(self._terms or ()) if f == found.loss), {})
+            self._add(found.batches, found.batches, found.evaluations, found.loss, terms)
+        self._terms = None
         self._seconds += time.perf_counter() - self._began
 
+    def begins(self) -> None:
+        if self._terms is not None:
+            self._terms.append((math.nan, {}))
+
     def evaluated(self, found: Evaluated) -> None:
-        if found.terms:
-            self._terms[found.loss] = found.terms
+        if self._terms:
+            self._terms[-1] = found.loss, found.terms
 
     def accepted(self, step: int, point: Iteration) -> None:
         if point.number % self.every == 0:
-            self._add(step, point.number, point.evaluations, point.f)
+            known = self._terms or []
+            place = len(known) - 1 - (point.evaluations - point.at)  # the accepted trial may not be the last
+            terms = known[place][1] if 0 <= place < len(known) else {}
+            self._add(step, point.number, point.evaluations, point.f, terms)
             trials = [list(trial) for trial in point.trials]
             self.rows[-1] |= {"gradient": point.gradient, "change": point.change, "length": point.step}
             self.rows[-1] |= {"trials": trials} if trials else {}
-        self._terms.clear()
+        self._terms = []
 
-    def _add(self, step: int, iteration: int, evaluations: int, f: float) -> None:
+    def _add(self, step: int, iteration: int, evaluations: int, f: float, terms: Mapping[str, float]) -> None:
         row = {"step": step, "iteration": iteration, "evaluations": evaluations, "f": f}
         seconds = self._seconds + time.perf_counter() - self._began
-        terms = {"terms": dict(self._terms[f])} if f in self._terms else {}  # the accepted trial may not be the last
-        self.rows.append({**row, "seconds": seconds, **terms})
+        self.rows.append({**row, "seconds": seconds, **({"terms": dict(terms)} if terms else {})})
 
     # ---- what becomes of it
 

@@ -52,7 +52,8 @@ class Descent(Minimizer):
             return min(1.0, 1.0 / norm(direction))
         if (size := largest(here.x)) > 0:
             return FIRST * size / largest(direction)
-        return FIRST * abs(here.f) / dot(direction, direction) if here.f else 1.0
+        square = dot(direction, direction)  # which may underflow
+        return FIRST * abs(here.f) / square if here.f and square else 1.0
 
     def _line(self, run: Search) -> Line:
         return Line(run.function, run.here, self._direction, run.spare)

@@ -77,7 +77,7 @@ class Result:
 class Iteration:
     """An accepted point, for `callback`: its number (from 1 on, over all steps), evaluations so far (over all steps),
     f, the largest absolute element of its gradient, the step along the direction, the Euclidean length of the change,
-    and the trials of the line search: pairs of a step and f there."""
+    and the trials of the line search: pairs of a step and f there. `at` is the number of the evaluation there."""
 
     number: int
     evaluations: int
@@ -86,6 +86,7 @@ class Iteration:
     step: float
     change: float
     trials: tuple[tuple[float, float], ...] = ()
+    at: int = 0
 
 
 Callback = Callable[[Iteration], Any]
@@ -440,8 +441,9 @@ class Minimizer(torch.optim.Optimizer):
         run.steepest = largest(self._steepest(here))
         run.stale = 0 if here.f < run.least[0] or run.steepest < run.least[1] else run.stale + 1
         run.least = min(here.f, run.least[0]), min(run.steepest, run.least[1])
-        numbers = memory.get("n_iter", 0) + run.iterations, memory.get("func_evals", 0) + run.function.evaluations
-        point = Iteration(*numbers, here.f, run.steepest, step, run.change, run.trials)
+        before = memory.get("func_evals", 0)
+        numbers = memory.get("n_iter", 0) + run.iterations, before + run.function.evaluations
+        point = Iteration(*numbers, here.f, run.steepest, step, run.change, run.trials, before + here.number)
         run.watch.accepted(point)
         if self.callback is not None:
             self._vector.write(here.x)  # not necessarily the last point evaluated

@@ -285,3 +285,17 @@ def counted(n: int, condition: float) -> tuple[int, int]:
 def test_no_more_evaluations_than_scipy() -> None:
     counts = [counted(n, condition) for n in (10, 50, 200) for condition in (10.0, 1e3)]
     assert statistics.median(ours / theirs for ours, theirs in counts) < 1.3
+
+
+def test_squares_of_a_gradient_that_underflow_end_no_step_with_an_error() -> None:
+    x = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    optimizer = LBFGS([x], bounds=[(-1.0, 1.0)], tolerance_grad=0.0)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        f = 1e-160 * (x - 1e-10).square().sum()
+        f.backward()  # type: ignore[no-untyped-call]
+        return f
+
+    optimizer.step(closure)
+    assert optimizer.result is not None and x.isfinite().all()
