@@ -251,3 +251,19 @@ def test_points_are_drawn_alike_at_any_scale(size: float) -> None:
             return resample(opt, "a", X, samples=9, k=2.0, c=0.0)
 
     assert torch.equal(drawn(size), drawn(1.0))
+
+
+def test_residuals_that_couple_samples_in_a_later_batch_are_refused_there() -> None:
+    def residual(module: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = module(x) - y
+        return found - torch.where(x.max() > 10, found.mean(), 0.0)
+
+    x = torch.linspace(0, 1, 8, dtype=torch.float64)[:, None]
+    with BatchOptimizer(torch.nn.Linear(1, 1).double(), residual=residual, optimizer=None) as opt:
+        opt.load(x, x**2)
+        torch.testing.assert_close(opt.normal().loss, opt.evaluate().item())
+        opt.load(11 + x, x**2)
+        with pytest.raises((ValueError, WorkerError), match="depend on the other samples"):
+            opt.normal()
+        opt.load(x, x**2)
+        torch.testing.assert_close(opt.normal().loss, opt.evaluate().item())

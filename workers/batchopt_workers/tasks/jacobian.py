@@ -122,10 +122,10 @@ class Jacobian:
                 here = range(start, stop)
                 if not self._ways:  # its samples were evaluated together, and take a backward each anyway
                     self._refuse_coupled(block, whole, here, [[i] for i in here])
-                elif self._ways[0] == self._apart:  # together, too
+                elif self._ways[0] == self._apart or not _alike(
+                    block.residuals, expected, float(expected.abs().max())
+                ):  # together, too, or different from those of each sample, which may be rounding
                     self._refuse_coupled(block, whole, here, _parted(here))
-                elif not _alike(block.residuals, expected, float(expected.abs().max())):
-                    self._refuse_coupled(block, whole, here, [here])
             yield block._replace(samples=stop - start)
             start = stop
         if key is not None:
