@@ -266,7 +266,10 @@ class Evaluations(RuleBasedStateMachine):
             self._nothing_is_left_to_give(idle)
 
     def _nothing_is_left_to_give(self, idle: Sequence[int]) -> None:
+        suspects = {chunk for chunk, deaths in self.deaths.items() if deaths >= POISONOUS - 1}
         at_work = {chunk for run in self.sent.values() for chunk in range(*run)}
+        # one that is tried alone waits for a worker that may have begun it before it heard of its limit
+        at_work |= suspects & {run.first for run in self.sent.values()}
         assert self.missing <= at_work, "a worker idles, and there is work that nobody is at"
         for rank, (first, last) in self.sent.items():
             behind = self.missing & set(range(first + 1, last))
@@ -276,7 +279,6 @@ class Evaluations(RuleBasedStateMachine):
                 ours = self.paces[other]
                 too_slow = ours is not None and ours >= work  # for even one of them
                 assert work < WORTHWHILE or too_slow, "work that could be stolen"
-        suspects = {chunk for chunk, deaths in self.deaths.items() if deaths >= POISONOUS - 1}
         if self.missing - suspects and None not in self.paces:
             assert self.scheduler.next_late(self._estimate) < math.inf, "nobody will wake the worker that idles"
 
