@@ -423,6 +423,14 @@ def test_another_batch_within_a_step_is_refused() -> None:
         assert torch.equal(opt.parameters, before) and opt.batch_counter == opt.eval_counter == 0
 
 
+def test_optimize_may_be_called_by_itself_on_whatever_is_loaded() -> None:
+    with build(optimizer=lambda p: LBFGS(p, max_iter=2)) as opt:
+        opt.step(X, Y)
+        opt.load(X[:50], Y[:50])
+        opt.optimize()
+        assert result(opt).iterations == 2 and opt.batch_counter == 1
+
+
 @pytest.mark.parametrize("loop", ["prepared", "trainer"])
 def test_loops_end_after_a_signal_and_pass_over_no_batch(loop: str) -> None:
     with build(at(2, send(signal.SIGUSR1)), stop_on=["SIGUSR1"]) as opt:

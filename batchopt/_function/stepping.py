@@ -26,7 +26,7 @@ class Stepping(Watch):
 
     def __init__(self, function: Engine, rollback: Rollback, ending: Ending) -> None:
         self.ending, self._function, self._rollback = ending, function, rollback
-        self._batch: Batch | None = None  # of the present step
+        self._batch: Batch | None = None  # of the present step; `optimize()` may be called without one
         self._held = Held()
 
     def accepted(self, point: Iteration) -> None:
@@ -34,7 +34,7 @@ class Stepping(Watch):
             observer.accepted(self._function.history.counters.batches + 1, point)
 
     def is_over(self, has_moved: bool) -> bool:
-        if self._function.loaded().batch is not self._batch:
+        if self._batch is not None and self._function.loaded().batch is not self._batch:
             raise BatchoptError(
                 "another batch was loaded in the middle of a step, by a callback, and f would be another function from "
                 "here on: load it between two steps; score, predict and collect take data of their own"
@@ -112,7 +112,7 @@ class Stepping(Watch):
             held.begin()
             interrupt = error
         finally:
-            observers.trials = outer
+            observers.trials, self._batch = outer, None
         result = None if minimizer is None or minimizer.result is before else minimizer.result
         if interrupt is not None and not _has_point(result):
             raise interrupt
