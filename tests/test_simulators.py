@@ -591,7 +591,7 @@ class Steps(torch.nn.Module):
         return torch.from_numpy(x.numpy()[:, :1] * curve + np.random.rand())
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("factory", [batchopt.LevenbergMarquardt, batchopt.LBFGS])
 def test_bits_of_dealt_columns_are_those_of_one_worker(tmp_path: Any, factory: Any) -> None:
     x, y = torch.tensor([[1.0], [2.0]], dtype=torch.float64), torch.full((2, 20), 3.0, dtype=torch.float64)
