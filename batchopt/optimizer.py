@@ -291,10 +291,9 @@ class BatchOptimizer(Evaluations):
         from batchopt.extras.multistart import multistart_of
 
         self._owner.check_between_steps("multistart")
-        try:
-            return multistart_of(self, starts, self._choice if optimizer is None else optimizer, keep, steps)
-        finally:
-            self._function.settle()
+        found = multistart_of(self, starts, self._choice if optimizer is None else optimizer, keep, steps)
+        self._function.settle()
+        return found
 
     @exclusive
     def step_with(self, optimizer: torch.optim.Optimizer) -> float:

@@ -154,6 +154,11 @@ def test_runs_are_steps_that_count_and_hear_of_stop() -> None:
             opt.stop()
             found = opt.multistart(STARTS)
             assert opt.stopped and not opt.paused
+            opt.stop()
+            opt.step(X, Y)
+            with pytest.raises(ValueError, match="no row"):
+                opt.multistart(STARTS[:0])
+            assert opt.paused  # what was refused has not touched it
             assert [run.result is not None for run in sorted(found.runs)] == [True, False, False, False, False]
     assert prints[0] == prints[1]
 
