@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -59,6 +60,7 @@ def start() -> Iterator[Start]:
     from ray.cluster_utils import Cluster
 
     running: list[Cluster] = []
+    handler = signal.getsignal(signal.SIGTERM)
 
     def stop() -> None:
         ray.shutdown()
@@ -75,6 +77,7 @@ def start() -> Iterator[Start]:
         for _ in range(nodes):
             cluster.add_node(num_cpus=cores, object_store_memory=STORE, **options)
         ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
+        signal.signal(signal.SIGTERM, handler)  # Ray's nodes and init have put theirs there, and tests of others follow
         return cluster
 
     with pytest.MonkeyPatch.context() as patch:
