@@ -40,11 +40,11 @@ from batchopt_workers.data.structures import is_tensor as is_tensor
 from batchopt_workers.data.structures import items_of as items_of
 from batchopt_workers.data.structures import map_tensors as map_tensors
 from batchopt_workers.data.structures import tensors_in as tensors_in
+from batchopt_workers.map.audit import DRIFTS as DRIFTS
 from batchopt_workers.map.weighting import SAMPLE_WEIGHT
 from batchopt_workers.process.interrupts import let_through as let_through
 from batchopt_workers.tasks.bound import Bound as Bound
 from batchopt_workers.tasks.inspection import normalises_by_chunk as normalises_by_chunk
-from batchopt_workers.tasks.inspection import written as written
 from batchopt_workers.tasks.scores import ScoreSums as ScoreSums
 
 Followed = TypeVar("Followed", bound=Observer)

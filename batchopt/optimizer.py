@@ -308,7 +308,7 @@ class BatchOptimizer(Evaluations):
         self._function.ready()
         own, self.optimizer = self.optimizer, optimizer
         try:
-            return self._step(lambda: None)
+            return self._step(self._function.step_again)
         finally:
             self.optimizer = own
 

@@ -119,10 +119,9 @@ def test_hooks_that_captured_the_module_see_it_as_it_is(parallelize: int) -> Non
 
     def prehook(worker: Worker, sample: Sample) -> None:
         assert parallelize == 1 or worker.module is module
-        shared["factor"] = 2.0  # which the loss reads
 
     def posthook(worker: Worker, sample: Sample) -> float:
-        return module.weight.sum().item()
+        return module.weight.sum().item() * shared["factor"]
 
     def loss_fn(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return nn.functional.mse_loss(module(x), y) * shared["factor"]
@@ -130,16 +129,31 @@ def test_hooks_that_captured_the_module_see_it_as_it_is(parallelize: int) -> Non
     with BatchOptimizer(
         module, loss_fn=loss_fn, prehook=prehook, posthook=posthook, optimizer=None, parallelize=parallelize
     ) as opt:
-        for _ in range(2):
+        for factor in (1.0, 2.0):
             opt.parameters.add_(1)
+            shared["factor"] = factor
             opt.load(*DATA)
-            expected = 2 * nn.functional.mse_loss(module(DATA[0]), DATA[1]).item()
+            expected = factor * nn.functional.mse_loss(module(DATA[0]), DATA[1]).item()
             assert opt.evaluate().item() == pytest.approx(expected, rel=1e-6)
-            assert set(opt.hook_results) == {module.weight.sum().item()}
-        shared["factor"] = 1.0
-        opt.posthook = lambda worker, sample: shared["factor"]
-        opt.evaluate()
-        assert set(opt.hook_results) == {2.0}
+            assert set(opt.hook_results) == {module.weight.sum().item() * factor}
+
+
+@WORKERS
+def test_a_hook_that_changes_what_the_loss_reads_is_refused(parallelize: int) -> None:
+    shared = {"factor": 1.0}
+
+    def prehook(worker: Worker, sample: Sample) -> None:
+        shared["factor"] = 2.0
+
+    def loss_fn(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(module(x), y) * shared["factor"]
+
+    with BatchOptimizer(
+        nn.Linear(3, 1), loss_fn=loss_fn, prehook=prehook, optimizer=None, parallelize=parallelize
+    ) as opt:
+        opt.load(*DATA)
+        with pytest.raises(WorkerError, match="this worker would find another f"):
+            opt.evaluate()
 
 
 def test_a_program_that_cannot_be_sent_any_more_is_named_and_the_one_before_goes_on() -> None:
@@ -152,19 +166,3 @@ def test_a_program_that_cannot_be_sent_any_more_is_named_and_the_one_before_goes
         del module[0].generator
         opt.load(*DATA)
         assert torch.isclose(opt.evaluate(), before)
-
-
-def test_hooks_that_only_a_worker_has_are_not_lost_without_a_word() -> None:
-    def give_hook(worker: Worker) -> None:
-        assert worker.module is not None
-        worker.module.register_forward_hook(lambda module, inputs, output: output * 0)
-
-    module = nn.Linear(3, 1)
-    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=2) as opt:
-        opt.run_on_workers(give_hook)
-        opt.load(*DATA)
-        opt.evaluate()
-        module.beta = torch.ones(1)
-        with pytest.raises(WorkerError, match=r"hooks were registered on `worker\.module` in this worker"):
-            opt.load(*DATA)
-            opt.evaluate()

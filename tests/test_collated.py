@@ -49,7 +49,7 @@ class Pool(nn.Module):
 
 
 @pytest.mark.parametrize("parallelize, chunk_size", [(1, None), (1, 2), (2, None), (2, 1)])
-def test_each_chunk_of_a_list_is_collated_no_more_than_twice_a_step_and_worker(
+def test_each_chunk_of_a_list_is_collated_no_more_than_twice_a_step_and_worker_but_for_audits(
     parallelize: int, chunk_size: int | None, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
@@ -64,7 +64,8 @@ def test_each_chunk_of_a_list_is_collated_no_more_than_twice_a_step_and_worker(
                 with torch.no_grad():
                     opt.parameters.add_(0.01)
             chunks = 6 // chunk_size if chunk_size else parallelize
-    assert collate.count <= 2 * 2 * chunks * parallelize < 2 * 10 * chunks
+    audits = 5 * 2 * parallelize  # of evaluations 1, 2, 4, 8 and 16
+    assert collate.count <= 2 * 2 * chunks * parallelize + audits
 
 
 def test_what_a_prehook_does_to_a_collated_piece_is_done_to_each_anew(tmp_path: Path) -> None:

@@ -42,6 +42,6 @@ class Attempt:
         had_ended = before is not None and before.ended  # then its results stay
         is_other = step is not None and (before is None or step.number != before.number or not had_ended)
         if is_other and not engine.subject.buffers.is_written:
-            engine.subject.buffers.restore()
+            engine.subject.buffers.undo()
         engine.step = before if before is not None and step is not None and step.batch is before.batch else None
         self._is_undone = True

@@ -89,7 +89,7 @@ class Auto:
         choice, step, before = self.choice, engine.step, self.choice.phase
         if before is Phase.CHOSEN and choice.configuration == self._present and self._is_compared:
             return
-        if step is None or step.ended or engine.subject.buffers.is_written:
+        if step is None or step.ended:
             return
         if not self._is_compared:  # an interrupt came between: from this process it is compared again
             self._use(engine, choice.outlook.alone)
@@ -144,7 +144,7 @@ class Auto:
         long, where that tells something about other numbers of workers and samples can be shared as one likes."""
         several, share = engine.workers, self.choice.share
         found = []
-        with engine.at_start(), several.without_hooks(), several.with_threads(share.threads):
+        with several.without_hooks(), several.with_threads(share.threads):
             for parts in (share.workers, 2 * share.workers):
                 plan = make_plan(step.batch.size, step.chunk_size, Speeds.unknown(parts))
                 found.append(_seconds_of(several, step.number, plan))
@@ -260,15 +260,14 @@ def _seconds_of(workers: Workers, step: int, plan: Plan) -> float:
 
     while len(found) < (2 if found and found[0] > 0.05 else 3) or (len(found) < 6 and found[-1] < 0.005):
         began = time.perf_counter()
-        workers.learning(run)
+        run()
         found.append(time.perf_counter() - began)
     return median(found[1:])
 
 
 def _f(engine: Engine, step: Step, cut: Cut) -> float:
     """Return f of these chunks by the present configuration, which counts as no evaluation."""
-    with engine.at_start():
-        plan = plan_of(cut, engine.workers.speeds)
-        answers = engine.workers.evaluate(step._replace(plan=plan))
+    plan = plan_of(cut, engine.workers.speeds)
+    answers = engine.workers.evaluate(step._replace(plan=plan))
     whole = reduce_answers(answers, cut.chunks, torch.empty_like(engine.subject.x))
     return weighed(whole.losses, step.weights)

@@ -196,7 +196,7 @@ def locate_nonfinite(engine: Engine, kind: Kind, cut: Cut, batch: Batch, name: s
     """Return the error for the evaluation or task that follows, which is not finite. Evaluates again, without hooks, to
     find the origin. `name` describes the result other than the loss."""
     counters, workers = engine.history.counters, engine.workers
-    with workers.without_hooks(), engine.at_start():
+    with workers.without_hooks():
         chunk, samples, what = _origin(workers.backend, cut, workers.number, counters.steps, kind, name)
     where = batch.numbering.within(samples)
     return NonFiniteError(what, chunk, samples, counters.steps, counters.evaluations + 1, where)

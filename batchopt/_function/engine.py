@@ -22,7 +22,7 @@ import math
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
@@ -144,6 +144,10 @@ class Engine:
         if self.step is None:
             raise BatchoptError("no batch was loaded: call load(inputs, targets) or step(inputs, targets)")
         return self.step
+
+    def step_again(self) -> None:
+        """Make another step on the loaded batch, which its buffers count too."""
+        self.step = self.loaded()._replace(ended=False)
 
     # ---- batches
 
@@ -300,13 +304,11 @@ class Engine:
             self.step = step = step._replace(plan=plan)
         if history.outputs is not None:
             self.history = history = history._replace(outputs=None)
+        if self.subject.buffers.is_written:
+            self.subject.buffers.begin_step()  # what the user has written counts from here on
         while True:
             try:
-                if step.ended or self.subject.buffers.is_written:
-                    with self.at_start():
-                        answers = workers.evaluate(step, self.observers.busy, into, self.rules.compresses)
-                else:
-                    answers = workers.evaluate(step, self.observers.busy, into, self.rules.compresses)
+                answers = workers.evaluate(step, self.observers.busy, into, self.rules.compresses)
                 break
             except DoesNotFit as error:
                 counters, where = self.history.counters, step.batch.numbering.within(error.samples)
@@ -362,7 +364,7 @@ class Engine:
             self.step = step._replace(changes=None)
             raise locate_nonfinite(self, Kind.EVALUATE, step.plan.cut, step.batch)
         if step.ended:
-            self.end_step()
+            self.step = self.step._replace(changes=None)
         kept = finite or rules.on_nonfinite == "keep"
         return torch.scalar_tensor(loss if kept else math.inf, dtype=torch.float64, device="cpu")
 
@@ -391,7 +393,7 @@ class Engine:
         step, workers = self.ready(), self.workers
         if not workers.speeds.fixed:
             plan = make_plan(step.batch.size, step.chunk_size, Speeds.unknown(len(workers.infos)))
-            with self.at_start(), workers.without_hooks():
+            with workers.without_hooks():
                 for _ in range(1 if workers.evaluations else 2):
                     workers.learn_from(workers.evaluate(step._replace(plan=plan)), plan)
             speeds = [round(speed) for speed in workers.speeds.relative]
@@ -441,14 +443,6 @@ class Engine:
     def settle(self) -> None:
         """Let a step that is paused be complete: nobody has its optimizer any more."""
         self.history = self.history._replace(counters=self.history.counters._replace(paused=False))
-
-    @contextmanager
-    def at_start(self) -> Iterator[None]:
-        """Give the module its state at the step's start in the body, even if the step has ended or the user has set
-        it."""
-        left = (self.step is not None and self.step.ended) or self.subject.buffers.is_written
-        with self.subject.buffers.at_start() if left else nullcontext():
-            yield
 
     @contextmanager
     def under(self, **rules: Any) -> Iterator[None]:
@@ -504,10 +498,9 @@ class Engine:
         if now:
             self.subject.check()
             self.end_step()
-        is_f = task.whole or (task.train is None and not task.aside)
-        of_f = self.step is not None and (owner.is_amid or is_f)
-        state = self.at_start() if of_f else self.subject.buffers.as_now()
-        with state, owner.amid(f"a call of {name}()"):
+        if self.subject.buffers.is_written:
+            self.subject.buffers.begin_step()
+        with owner.amid(f"a call of {name}()"):
             try:
                 if workers.backend.begin_task(task, batch if task.aside else None, follow=now):
                     self.forget()

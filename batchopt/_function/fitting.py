@@ -103,9 +103,9 @@ class Fitting:
             workers = engine.workers
             workers.backend.evaluate(plan.cut, Order(workers.number(), step.number, 0, 1), [(0, 1)])
 
-        with engine.at_start(), engine.workers.without_hooks():
-            engine.workers.learning(evaluate)
-            return self._memory.taken_by(lambda: engine.workers.learning(evaluate))
+        with engine.workers.without_hooks():
+            evaluate()
+            return self._memory.taken_by(evaluate)
 
     def _depends_on_the_cut(self, engine: Engine, size: int) -> bool:
         if normalises_by_chunk(engine.subject.module) is not None:

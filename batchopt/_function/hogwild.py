@@ -59,17 +59,9 @@ def hogwild(
     cut = Cut((*ends[:-1:TOGETHER], ends[-1]))
     numbers = torch.arange(len(batches)).repeat_interleave(torch.tensor([len(batch) for batch in batches]))
     orders = Part(Columns((torch.cat(batches), numbers)), None, None, Weighting("mean", ends[-1]))
-    start = function.parameters.clone()
-
-    def run() -> tuple[torch.Tensor, torch.Tensor]:
-        with torch.no_grad():
-            function.parameters.copy_(start)  # `learning` may call this again, for state that forwards write
-        task = Task(Hogwild(part, optimizer), aside=True, writes=True)
-        found: tuple[torch.Tensor, torch.Tensor] = collect(function, task, Batch((orders,)), cut)
-        return found
-
+    task = Task(Hogwild(part, optimizer), aside=True, writes=True)
     try:
-        losses, ranks = function.workers.learning(run)
+        losses, ranks = collect(function, task, Batch((orders,)), cut)
     finally:
         function.subject.written()
     firsts = torch.tensor(ends[:-1])

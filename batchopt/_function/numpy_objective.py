@@ -22,7 +22,7 @@ from batchopt._function.least_squares import (
     transposed_product,
 )
 from batchopt._machine.ownership import exclusive
-from batchopt._program.description import checksum
+from batchopt._program.checksum import checksum
 from batchopt._program.program import snapshot_of
 from batchopt.errors import BatchoptError
 from batchopt_workers.data.batch import Batch

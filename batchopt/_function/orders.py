@@ -25,7 +25,7 @@ def answers_to(engine: Engine, task: Task, batch: Batch, kind: Kind, cut: Cut | 
         order = plan.order(workers.number(), engine.history.counters.steps, kind)
         evaluate = partial(workers.backend.evaluate, plan.cut, order, plan.runs, engine.observers.busy)
         try:
-            return plan, evaluate() if task.writes else workers.learning(evaluate)
+            return plan, evaluate()
         except WorkerError as error:
             if cut is not None or sizes is None or not sizes.shrinks(engine, error, plan.cut):
                 raise

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from batchopt._data import arguments
 from batchopt._function.checks import refuse_frequencies
@@ -26,7 +26,6 @@ from batchopt.errors import WorkerError, WorkerStartError
 from batchopt_workers.compiled.form import Artifact
 from batchopt_workers.data.batch import Batch
 from batchopt_workers.map.program import Program
-from batchopt_workers.map.watch import StateWritten
 from batchopt_workers.process.messages import Order
 from batchopt_workers.process.torch_settings import module_hooks
 from batchopt_workers.worker import Hook
@@ -35,8 +34,6 @@ from batchopt_workers.worker import Hook
 UNEVEN, NOTICEABLE = 1.25, 2e-3
 # Seconds after which workers that are even are measured again.
 LATELY = 0.25
-
-T = TypeVar("T")
 
 
 def program_of(subject: FlatModule, settings: Settings) -> Program:
@@ -49,8 +46,7 @@ def program_of(subject: FlatModule, settings: Settings) -> Program:
         settings.prehook,
         settings.posthook,
         module_hooks(),
-        subject.buffers.state,
-        settings.graph,
+        graphs=settings.graph,
     )
 
 
@@ -234,29 +230,8 @@ class Workers:
     ) -> Answers:
         """Evaluate a loaded batch as planned; raises what `Backend.evaluate` raises."""
         plan, evaluate = step.plan, self.compressing.evaluate_compressed if compress else self.backend.evaluate
-        while True:
-            order = Order(next(self._numbers), step.number, 0, plan.cut.chunks)
-            try:
-                return evaluate(plan.cut, order, plan.runs, meanwhile, into)
-            except StateWritten as found:
-                self._include(found)
-
-    def learning(self, evaluate: Callable[[], T]) -> T:
-        """Return `evaluate()`; if it finds that a forward writes module state not known before, have the workers reset
-        that state for each chunk too, and call it again."""
-        while True:
-            try:
-                return evaluate()
-            except StateWritten as found:
-                self._include(found)
-
-    def _include(self, found: StateWritten) -> None:
-        """Have the workers reset for each chunk what a forward was found to write. Raises `found` if they do."""
-        buffers = self._subject.buffers
-        if buffers.state.issuperset(found.names):
-            raise found
-        buffers.include(found.names)
-        self._change_mode(state=frozenset(buffers.state))
+        order = Order(next(self._numbers), step.number, 0, plan.cut.chunks)
+        return evaluate(plan.cut, order, plan.runs, meanwhile, into)
 
     # ---- speeds
 

@@ -1,4 +1,4 @@
-"""Deep copies of a program, including modules that a loss function has captured."""
+"""Deep copies of a program, including modules that a loss function has captured, and the map function on them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,16 @@ from typing import Any
 
 import torch
 
+from batchopt._program.flatten import Flat
 from batchopt_workers.data.graph import names_of_globals
+from batchopt_workers.data.placing import Placing
 from batchopt_workers.data.structures import tensors_in
+from batchopt_workers.map.evaluate import Evaluator
+from batchopt_workers.map.module_state import ModuleState
 from batchopt_workers.map.program import Program
+from batchopt_workers.map.unwritten import constants
 from batchopt_workers.process.interrupts import let_through
+from batchopt_workers.worker import Worker
 
 
 def copied(program: Program) -> Program:
@@ -33,6 +39,22 @@ def copied(program: Program) -> Program:
         prehook=_copy(program.prehook, memo),
         posthook=_copy(program.posthook, memo),
     )
+
+
+def evaluator_of_copy(program: Program, flat: Flat) -> Evaluator:
+    """Return the map function on a copy of the program, at the present X. Raise what the user's classes raise."""
+    copy, x = copied(program), flat.vector.clone()
+    own = dict(copy.module.named_parameters())
+    parameters = [own[slot.name] for slot in flat.layout.slots]
+    for parameter, view in zip(parameters, flat.layout.views(x), strict=True):
+        parameter.data = view  # it lies in memory as in X, on which bits depend
+    if not all(parameter.is_leaf for parameter in parameters):
+        raise TypeError("copies of scripted modules have no parameters of their own")
+    worker = Worker(0, 1, x.device, copy.module, copy.criterion)
+    found = Evaluator(copy, worker, parameters, ModuleState(copy.module), constants(()))
+    if x.device.type != "cpu":
+        found.walk.place = Placing(x.device)
+    return found
 
 
 def _copy(obj: Any, memo: dict[int, Any]) -> Any:

@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from batchopt.errors import TRAINER_ADVICE, BatchoptError
 from batchopt_workers.data.layout import Layout
 from batchopt_workers.data.memory import SharedBlock
-from batchopt_workers.data.places import Place, tensors_of
+from batchopt_workers.data.places import tensors_of
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
 
@@ -277,7 +277,7 @@ def check_hooks(named: list[tuple[str, torch.nn.Parameter]]) -> None:
 
 def _check_memory(named: list[tuple[str, torch.nn.Parameter]], module: torch.nn.Module) -> None:
     trained = {id(p) for _, p in named}
-    held = ((name, place.get()) for name, place in tensors_of(module) if not _is_computed(place))
+    held = ((path, tensor) for path, owner, name, tensor in tensors_of(module) if not _is_computed(owner, name))
     others = [*module.named_parameters(), *held]
     extents = []
     for name, tensor in [*named, *((n, t) for n, t in others if id(t) not in trained)]:
@@ -301,12 +301,11 @@ def _check_memory(named: list[tuple[str, torch.nn.Parameter]], module: torch.nn.
         furthest[is_trained] = max(furthest.get(is_trained, (0, "")), (end, name))
 
 
-def _is_computed(place: Place) -> bool:
+def _is_computed(owner: torch.nn.Module, name: str) -> bool:
     """Tell whether a hook of the module replaces this attribute before each forward, as that of
     `torch.nn.utils.spectral_norm`: until the first forward it is the parameter's own memory."""
-    return place.name in vars(place.owner) and any(
-        getattr(hook, "name", None) == place.name for hook in place.owner._forward_pre_hooks.values()
-    )
+    hooks = owner._forward_pre_hooks.values()
+    return name in vars(owner) and any(getattr(hook, "name", None) == name for hook in hooks)
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:

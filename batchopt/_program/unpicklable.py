@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import io
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -14,24 +14,12 @@ import torch
 from torch.nn.utils.parametrize import is_parametrized
 
 from batchopt_workers.data.batch import Batch, Columns, Samples
-from batchopt_workers.data.graph import CONTAINERS, OF_MODULES, Found, Part, is_imported, of_container, parts_of, walk
+from batchopt_workers.data.graph import CONTAINERS, OF_MODULES, Part, is_imported, of_container, parts_of
 from batchopt_workers.data.items import Items
-from batchopt_workers.data.packing import DEVICES, SCRIPTED, Packer, pack
+from batchopt_workers.data.packing import DEVICES, SCRIPTED, pack
 from batchopt_workers.process.interrupts import let_through
 
 _WRAPPED = (MethodType, functools.partial, staticmethod, classmethod, property)
-
-
-class _Trail(Packer):
-    """Pickles an object, and notes what it comes to: the last of it could not be pickled."""
-
-    def __init__(self) -> None:
-        super().__init__(io.BytesIO())
-        self.met: dict[int, object] = {}
-
-    def persistent_id(self, obj: object) -> Any:
-        self.met[id(obj)] = obj
-        return super().persistent_id(obj)
 
 
 def blame(obj: object) -> str | None:
@@ -40,57 +28,48 @@ def blame(obj: object) -> str | None:
 
     Return None if `obj` can be pickled, or if no part of it is to blame. Never raises.
     """
-    trail = _Trail()
     try:
-        trail.dump(obj)
-    except Exception as error:
-        let_through(error)
-        is_deep = isinstance(error, RecursionError) or isinstance(error.__cause__, RecursionError)
-        try:
-            found = _culprit(obj, trail.met, is_deep)
-        except Exception as another:  # raised by a class of the user that is inspected
-            let_through(another)
-            return None
-        if found is not None and found.path:
-            return f"'{found.path.removeprefix('.')}' ({_kind_of(found.obj)})"
+        error = _error_of(obj)
+        path = None if error is None else _path(obj, _is_deep(error))
+        if path:
+            steps, part = path
+            return f"'{steps.removeprefix('.')}' ({_kind_of(part)})"
+    except Exception as another:  # raised by a class of the user that is inspected
+        let_through(another)
     return None
 
 
-def _culprit(obj: object, met: dict[int, object], is_deep: bool) -> Found | None:
-    """Return what could not be pickled, of all that was `met`; or, if that `is_deep`, the part of `obj` that holds
-    it."""
-    reached: dict[int, Found] = {}
-    anew: tuple[type, ...] = ()  # containers that may be made anew for pickling
+def _is_deep(error: Exception) -> bool:
+    return isinstance(error, RecursionError) or isinstance(error.__cause__, RecursionError)
 
-    def visit(found: Found) -> Iterable[Part]:
-        reached[id(found.obj)] = found
-        return [part for part in _parts(found.obj) if id(part[1]) in met or type(part[1]) in anew]
 
-    seen = walk({"": obj}, visit)
-    if next(reversed(met)) not in reached:
-        anew = CONTAINERS
-        seen = walk({"": obj}, visit)
-    for identity in reversed(met):
-        found = reached.get(identity)
-        if found is None or seen[identity] is not met[identity]:
-            continue
-        if is_deep:
-            while found.above is not None and found.above.path:
-                found = found.above
-            return found
-        if not can_be_packed(found.obj):
-            return found
+def _path(obj: object, is_deep: bool) -> tuple[str, object] | None:
+    """Return the steps to the part of `obj` that cannot be pickled itself, by a shortest path, and that part; of an
+    object that `is_deep` the first one only."""
+    todo, seen = deque([("", obj)]), {id(obj)}
+    while todo:
+        path, at = todo.popleft()
+        bad = [(path + step, part) for step, part in _parts(at) if not can_be_packed(part)]
+        if (path and not bad) or (is_deep and bad):
+            return bad[0] if bad else (path, at)
+        new = [found for found in bad if id(found[1]) not in seen]  # others are part of a circle
+        seen.update(id(part) for _, part in new)
+        todo.extend(sorted(new, key=lambda found: isinstance(found[1], torch.nn.Module)))
+    return None
+
+
+def _error_of(obj: object, parameters: Sequence[torch.Tensor] = ()) -> Exception | None:
+    try:
+        pack(obj, parameters)
+    except Exception as error:
+        let_through(error)
+        return error
     return None
 
 
 def can_be_packed(obj: object, parameters: Sequence[torch.Tensor] = ()) -> bool:
     """Tell whether an object can be pickled around these parameters of X."""
-    try:
-        pack(obj, parameters)
-    except Exception as error:
-        let_through(error)
-        return False
-    return True
+    return _error_of(obj, parameters) is None
 
 
 def _parts(obj: Any) -> Iterable[Part]:

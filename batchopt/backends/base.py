@@ -54,23 +54,20 @@ class WorkerInfo:
 
 
 class Mode(NamedTuple):
-    """The mode of evaluations, until it is changed: with these hooks, if they are `hooked`; with the tensors of these
-    names as state, besides small buffers; whether the module's `outputs` are kept; and, if this process is the worker,
-    the number of `threads` (None: as torch is set). Pieces for which there are `artifacts` are evaluated by these
-    until the program is another `version`."""
+    """The mode of evaluations, until it is changed: with these hooks, if they are `hooked`; whether the module's
+    `outputs` are kept; and, if this process is the worker, the number of `threads` (None: as torch is set). Pieces for
+    which there are `artifacts` are evaluated by these until the program is another `version`."""
 
     prehook: Hook | None = None
     posthook: Hook | None = None
     hooked: bool = True
-    state: frozenset[str] = frozenset()
     outputs: bool = False
     threads: int | None = None
     artifacts: tuple[Artifact, ...] = ()
 
     def is_of(self, program: Program) -> bool:
-        """Tell whether that program has these hooks and this state."""
-        hooks = self.prehook is program.prehook and self.posthook is program.posthook
-        return hooks and self.state == program.state
+        """Tell whether that program has these hooks."""
+        return self.prehook is program.prehook and self.posthook is program.posthook
 
 
 @dataclass(frozen=True)
@@ -103,7 +100,7 @@ class Setup:
     def mode(self) -> Mode:
         """The mode in which workers start."""
         program = self.program
-        return Mode(program.prehook, program.posthook, state=program.state, threads=self.threads)
+        return Mode(program.prehook, program.posthook, threads=self.threads)
 
     def restarts_of(self, workers: int) -> int:
         """Return how many of `workers` may be replaced."""
@@ -203,14 +200,14 @@ class Backend(ABC):
         into: Gradient | None = None,
     ) -> Answers:
         """Carry out `order`, which is about all chunks that anybody is given, from the module's state in
-        `Setup.buffers`, whose `resets` tell whether it was set back.
+        `Setup.buffers`, whose `starts` count its starts.
 
         `runs[i]` is meant for worker `i`; others take over what it does not complete. Answers are in rank order. If
         workers are other processes, `meanwhile` is called as soon as they are busy. If nothing is to be summed, the
         gradient may be written to `into` at once.
 
-        Raises `WorkerError` if the user's code raised; the workers remain usable. Raises `StateWritten` for a forward
-        that writes constants, `PoisonChunkError` and `AllWorkersLostError`.
+        Raises `WorkerError` if the user's code raised, or keeps something on which f depends; the workers remain
+        usable. Raises `PoisonChunkError` and `AllWorkersLostError`.
         """
 
     @abstractmethod

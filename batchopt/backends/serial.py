@@ -16,6 +16,7 @@ from batchopt._machine.allocator import keep_memory, release_memory
 from batchopt._machine.cores import torch_threads
 from batchopt._mapreduce.answers import Answer, Span, partials_of
 from batchopt._mapreduce.reduce import Answers, Pattern
+from batchopt._program.copies import evaluator_of_copy
 from batchopt._program.flat_module import Gradient
 from batchopt._program.program import snapshot_of, tensors_of_f
 from batchopt.backends.base import Backend, Meanwhile, Mode, Prepared, Run, Setup, WorkerInfo
@@ -23,12 +24,14 @@ from batchopt.errors import WorkerError
 from batchopt_workers.data.batch import Batch
 from batchopt_workers.data.packing import pack
 from batchopt_workers.data.placing import Placing
+from batchopt_workers.map.audit import audit, few, last_samples
 from batchopt_workers.map.chunk import LoadedBatch
+from batchopt_workers.map.clock import Clock
 from batchopt_workers.map.evaluate import Evaluator
-from batchopt_workers.map.seeding import Undrawn, draws_kept
+from batchopt_workers.map.seeding import draws_kept, set_torch_states, torch_states
 from batchopt_workers.map.sums import Rows
 from batchopt_workers.map.tree import most_held
-from batchopt_workers.map.watch import StateWritten
+from batchopt_workers.map.unwritten import Unwritten, constants
 from batchopt_workers.map.work import ChunkDone
 from batchopt_workers.process.failures import kinds_of, message_of
 from batchopt_workers.process.interrupts import let_through
@@ -58,11 +61,11 @@ class SerialBackend(Backend):
         run_precode(setup.precode, self._worker)
         self._worker.module, self._worker.criterion = setup.program.module, setup.program.criterion
         self._snapshot = snapshot_of(setup.program, hooks=False)
-        self._evaluator = Evaluator(setup.program, self._worker, setup.parameters, setup.buffers)
+        self._evaluator = Evaluator(setup.program, self._worker, setup.parameters, setup.buffers, self._constants())
         if device.type != "cpu":
             self._evaluator.walk.place = Placing(device)  # of a batch that is on the CPU
-        self._watch()
         self._version = object()
+        self._clock, self._draws_others = Clock(), True
         self._output, self._mode = MemoryOutput(), setup.mode
         self._rows = self._make_rows(1)
         self._over: tuple[Gradient, Rows] | None = None  # the rows over df/dX
@@ -83,10 +86,7 @@ class SerialBackend(Backend):
         before, self._mode = self._mode, mode
         loss = self._evaluator.loss
         loss.prehook, loss.posthook, loss.hooked = mode[:3]
-        if mode[:2] != before[:2]:
-            self._evaluator.walk.looked.clear()
-        if mode.state != before.state:
-            self._rebuild()
+        self._find_draws()
         if not mode.outputs:
             self._evaluator.outputs = None
         if mode.artifacts != before.artifacts:
@@ -95,22 +95,30 @@ class SerialBackend(Backend):
             self._evaluator.compile(mode.artifacts, tensors)
             self._last = None
 
+    def _find_draws(self) -> None:
+        """Find out whether evaluations run code that may draw from NumPy or `random`: see `Draws.others`."""
+        evaluator, (prehook, posthook, hooked, *_) = self._evaluator, self._mode
+        is_plain = evaluator.has_batch and evaluator.loaded.is_of_columns
+        self._draws_others = not is_plain or (hooked and not prehook is posthook is None)
+
     @property
     def version(self) -> object:
         self._follow()  # eager evaluations see a change of the module itself at once
         return self._version
 
-    def _watch(self) -> None:
-        others = [(found.path, found.tensor) for found in tensors_of_f(self._snapshot)]
-        self._setup.buffers.watch(others, self._setup.parameters)
+    def _constants(self) -> Unwritten:
+        variable = {id(tensor) for tensor in (*self._setup.buffers.tensors, *self._setup.parameters)}
+        found = [(at.path, at.tensor) for at in tensors_of_f(self._snapshot) if id(at.tensor) not in variable]
+        return constants(found)
 
     def _make_rows(self, count: int) -> Rows:
         return Rows(self._setup.flat.layout, self._setup.buffers.size, count, device=self._worker.device)
 
     def _rebuild(self) -> None:
         """Take over changes of the module: other tensors to watch, other numbers that report its state."""
-        self._watch()
+        self._evaluator.walk.constants = self._constants()
         self._evaluator.look_again()
+        self._clock.restart()
         self._version = object()
         if self._rows.changes != self._setup.buffers.size:
             self._rows, self._over = self._make_rows(len(self._rows)), None
@@ -131,7 +139,8 @@ class SerialBackend(Backend):
         evaluator = self._evaluator
         loaded = evaluator.loaded if evaluator.has_batch else None
         if loaded is None or not loaded.follow(prepared.batch):
-            loaded = LoadedBatch(prepared.batch)
+            evaluator.loaded = loaded = LoadedBatch(prepared.batch)
+            self._find_draws()
         evaluator.loaded, evaluator.loss.weights = loaded, weights
         if self._evaluator.walk.place is not None:
             self._evaluator.walk.place.forget()
@@ -186,34 +195,56 @@ class SerialBackend(Backend):
                 rows = self._rows_over(into)
                 is_written = rows is not None
             rows = rows or self._rows_for(most_held(first, last, cut.chunks))
+        copies = None
+        if order.kind is Kind.EVALUATE and self._clock.begin(order.evaluation) and self._clock.is_due:
+            copies = self._copies(order)
         # memory that is allocated in inference mode cannot be written outside of it, and worker processes are not in it
-        pattern = None if last_one is None or order.kind is not Kind.EVALUATE else last_one[1]
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
-                found = self._undisturbed(order, rows, pattern)
+                found = self._undisturbed(order, rows)
         else:
-            found = self._undisturbed(order, rows, pattern)
+            found = self._undisturbed(order, rows)
+        if copies is not None:
+            self._audit(order, copies)
         return self._answers(cut, order, found, last_one, into if is_written else None)
 
-    def _undisturbed(self, order: Order, rows: Rows | None, pattern: Pattern | None) -> list[ChunkDone]:
-        """Carry out an order, which may repeat `pattern`, without changing the caller's random states and threads."""
+    def _undisturbed(self, order: Order, rows: Rows | None) -> list[ChunkDone]:
+        """Carry out an order without changing the caller's random states and threads."""
         evaluator, threads = self._evaluator, self._mode.threads
-        walk, loss = evaluator.walk, evaluator.loss
-        if pattern is not None and threads is None and not pattern.drew and loss.prehook is loss.posthook is None:
-            draws = Undrawn()
-            if draws.is_known:
-                walk.draws.seeds = False
-                try:
-                    found = carry_out(evaluator, order, rows, 0)
-                    if not draws.restore():
-                        return found
-                except BaseException as error:
-                    if not draws.restore() or not isinstance(error, Exception):
-                        raise
-                finally:
-                    walk.draws.seeds = True
-        with draws_kept(), torch_threads(threads):
-            return carry_out(evaluator, order, rows, 0)
+        if self._draws_others or order.kind is not Kind.EVALUATE:
+            with draws_kept(), torch_threads(threads):
+                return carry_out(evaluator, order, rows, 0)
+        states = torch_states()
+        try:
+            if threads is None:
+                return carry_out(evaluator, order, rows, 0)
+            with torch_threads(threads):
+                return carry_out(evaluator, order, rows, 0)
+        finally:
+            set_torch_states(states)
+
+    # ---- audits
+
+    def _copies(self, order: Order) -> tuple[Evaluator, Batch] | None:
+        """Return copies of the program and of a few samples; None for what cannot be copied, and is not audited."""
+        mine = self._evaluator
+        try:
+            copy = evaluator_of_copy(self._setup.program, self._setup.flat)
+            batch = few(mine.loaded.batch, last_samples(order, mine))
+        except Exception as error:
+            let_through(error)
+            return None
+        copy.loss.weights = mine.loss.weights
+        return copy, batch
+
+    def _audit(self, order: Order, copies: tuple[Evaluator, Batch]) -> None:
+        """Raise `WorkerError` if the module finds something else than its copy from before the evaluation."""
+        copy, batch = copies
+        try:
+            with draws_kept(), torch_threads(self._mode.threads), torch.inference_mode(False):
+                audit(self._evaluator, order, copy.worker, lambda: copy.eagerly(order.step, batch))
+        except ValueError as error:
+            raise error_of(self._evaluator, order, 0, error) from error
 
     def _answers(
         self,
@@ -269,6 +300,7 @@ class SerialBackend(Backend):
             raise ValueError(f"this process is one worker, not {workers}")
 
     def run(self, function: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
+        self._clock.restart()
         return [function(self._worker, *arguments)]
 
     def close(self) -> None:
@@ -277,20 +309,21 @@ class SerialBackend(Backend):
 
 
 def carry_out(evaluator: Evaluator, order: Order, rows: Rows | None, rank: int) -> list[ChunkDone]:
-    """Carry out an order as the worker of that rank. Raises `WorkerError` if the user's code raises, and
-    `StateWritten`."""
+    """Carry out an order as the worker of that rank. Raises `WorkerError` if the user's code raises."""
     try:
         found = [*evaluator.evaluate(order, rows)]
         return found if rows is None or rows[0].gradient.is_cpu else _settled(found, rows)
-    except StateWritten:
-        raise
     except Exception as error:
         let_through(error)
-        loaded = evaluator.loaded if order.kind is Kind.EVALUATE else evaluator.tasks.loaded
-        samples = evaluator.current
-        terms = loaded.batch.numbering.within(samples)
-        name, message, kinds = type(error).__name__, message_of(error), kinds_of(error)
-        raise WorkerError(rank, name, message, samples, terms=terms, kinds=kinds) from error
+        raise error_of(evaluator, order, rank, error) from error
+
+
+def error_of(evaluator: Evaluator, order: Order, rank: int, error: Exception) -> WorkerError:
+    """Return the error of the worker of that rank, which raised `error` at its current samples."""
+    loaded = evaluator.loaded if order.kind is Kind.EVALUATE else evaluator.tasks.loaded
+    samples = evaluator.current
+    name, message, kinds = type(error).__name__, message_of(error), kinds_of(error)
+    return WorkerError(rank, name, message, samples, terms=loaded.batch.numbering.within(samples), kinds=kinds)
 
 
 def _settled(found: list[ChunkDone], rows: Rows) -> list[ChunkDone]:

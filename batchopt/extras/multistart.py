@@ -78,11 +78,13 @@ def multistart_of(opt: BatchOptimizer, starts: Any, choice: Any, keep: int | Non
     if not finite:
         raise ValueError("f is not finite at any of the starts: give at least one where it is")
     results: dict[int, Result | None] = {}
+    buffers = {-1: _copies(opt)}  # at the start of each run; and as it has left them
     try:
         for i in sorted(finite[:most]):
             opt.parameters.copy_(points[i])
+            _write(opt, buffers[-1])
             results[i] = _run(opt, choice, steps)
-            points[i] = opt.parameters
+            points[i], buffers[i] = opt.parameters, _copies(opt)
             if opt.stopped:
                 break
         ends = minimised(points)
@@ -92,10 +94,21 @@ def multistart_of(opt: BatchOptimizer, starts: Any, choice: Any, keep: int | Non
         minima = _minima(points, ends, [i for i in order if i in results], minimised)
         opt.parameters.copy_(points[order[0]])
         opt.evaluate()
+        _write(opt, buffers.get(order[0], buffers[-1]))
     except BaseException:
         opt.parameters.copy_(before)
+        _write(opt, buffers[-1])
         raise
     return Multistart([Run(i, at_start[i], ends[i], results.get(i), minima.get(i)) for i in order], points[order])
+
+
+def _copies(opt: BatchOptimizer) -> list[torch.Tensor]:
+    return [buffer.clone() for buffer in opt.module.buffers()]
+
+
+def _write(opt: BatchOptimizer, buffers: list[torch.Tensor]) -> None:
+    for buffer, values in zip(opt.module.buffers(), buffers, strict=True):
+        buffer.copy_(values)
 
 
 def _run(opt: BatchOptimizer, choice: Any, steps: int) -> Result | None:

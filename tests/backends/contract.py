@@ -458,13 +458,17 @@ class Contract(TaskContract):
         norm.running_var.copy_(var)
         self.check(opt, Workload(module, nn.MSELoss(), x, y))
 
-    def test_what_a_forward_writes_is_state(self, make: Make) -> None:
+    def test_what_a_forward_writes_is_state_if_it_is_a_buffer(self, make: Make) -> None:
         class Counting(Mlp):
+            count: torch.Tensor
+
             def __init__(self) -> None:
                 super().__init__()
-                self.count: torch.Tensor = nn.Parameter(torch.zeros(1), requires_grad=False)
+                self.register_buffer("count", torch.zeros(1))
+                self.calls = 0
 
             def forward(self, x: torch.Tensor) -> torch.Tensor:
+                self.calls += 1
                 with torch.no_grad():
                     self.count += 1
                 return super().forward(x) + self.count
@@ -477,6 +481,20 @@ class Contract(TaskContract):
             expected = case.criterion(Mlp.forward(module, case.inputs) + step, case.targets).item()
             assert [opt.evaluate().item() for _ in range(2)] == pytest.approx([expected] * 2, rel=1e-12)
             assert module.count.item() == step - 1  # until the step has ended
+
+    def test_what_a_worker_keeps_and_f_depends_on_is_refused_by_name(self, make: Make) -> None:
+        class Growing(Mlp):
+            calls = 0
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                self.calls += 1
+                return super().forward(x) * self.calls
+
+        case = mlp()
+        opt = make(Growing().double(), case.criterion, optimizer=None, check_cut=False)
+        opt.load(case.inputs, case.targets)
+        with pytest.raises(WorkerError, match="would find another f than one that begins here: its copy of 'calls'"):
+            opt.evaluate()
 
     def test_half_precision_is_summed_in_single(self, make: Make) -> None:
         torch.manual_seed(0)

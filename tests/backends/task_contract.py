@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -298,14 +299,6 @@ class TaskContract(LeastSquaresContract):
         (asked, seen), (silent, _) = run(True), run(False)
         assert asked == silent and len(set(seen)) == 5
 
-    def test_a_forward_that_writes_state_is_learnt_from_in_a_task_too(self, make: Make) -> None:
-        module = Counting().double()
-        opt = make(module, nn.MSELoss(), optimizer=None, chunk_size=5)
-        torch.testing.assert_close(opt.predict(X), module.inner(X).detach())
-        assert module.seen == 0
-        opt.load(X, Y)
-        torch.testing.assert_close(opt.collect(lambda m, inputs, targets: m(inputs)), module.inner(X).detach())
-
     # ---- what stands on them
 
     def test_scores_are_the_serial_numbers(self, make: Make) -> None:
@@ -458,29 +451,33 @@ class TaskContract(LeastSquaresContract):
             == [False] * 2 + [True] + [False] * 3
         )
 
-    def test_a_function_that_changes_a_parameter_is_an_error(self, make: Make) -> None:
+    def test_what_a_function_makes_of_parameters_in_a_worker_stays_there(self, make: Make) -> None:
         module = Mlp().double()
-        before = module.first.weight.detach().clone()
         opt = make(module, nn.MSELoss(), optimizer=None, chunk_size=19)
+        alone = any(worker.pid == os.getpid() for worker in opt.workers)
+        before, expected = module.first.weight.detach().clone(), module(X).detach()
 
         def replaces(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
             module.get_parameter("first.weight").data = torch.zeros(9, 6, dtype=torch.float64)
             outputs: torch.Tensor = module(inputs)
             return outputs
 
-        with pytest.raises(WorkerError, match=r"the function changes the parameter 'first\.weight'"):
-            opt.collect(replaces, X)
+        opt.collect(replaces, X)
+        if alone:  # it is the user's module
+            assert not module.first.weight.any()
+            return
+        assert torch.equal(module.first.weight, before)
+        torch.testing.assert_close(opt.predict(X), expected)
 
         def writes(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
             with torch.no_grad():
                 module.get_parameter("first.weight").mul_(2.0)
             return inputs
 
-        words = "changes the parameter 'first.weight'|Workers only read the parameters"
-        with pytest.raises((WorkerError, batchopt.WorkerLostError), match=words):
+        with pytest.raises(batchopt.WorkerLostError, match="Workers only read the parameters"):
             opt.collect(writes, X)
         assert torch.equal(module.first.weight, before)
-        torch.testing.assert_close(opt.predict(X), module(X).detach())
+        torch.testing.assert_close(opt.predict(X), expected)
 
     # ---- recovery
 

@@ -79,7 +79,7 @@ class NodesBackend(TeamBackend):
         self._batch: KnownBatch | None = None  # the loaded one
         self._subject: Subject | None = None
         self._x: torch.Tensor | None = None  # as it was sent last
-        self._resets = 0  # of the module's state, as the nodes have it
+        self._starts = 0  # of the module's state, as the nodes have it
         self._sent = 0  # commands
         with sending("`precode`", setup.precode):
             self._precode = dumps(setup.precode)
@@ -123,7 +123,7 @@ class NodesBackend(TeamBackend):
     def set_mode(self, mode: Mode) -> None:
         before = self._setup.program
         if not mode.is_of(before):
-            self._follow(replace(before, prehook=mode.prehook, posthook=mode.posthook, state=mode.state))
+            self._follow(replace(before, prehook=mode.prehook, posthook=mode.posthook))
         wanted = NodeMode(mode.hooked, mode.outputs, tuple([artifact.key for artifact in mode.artifacts]))
         if self._want.mode != wanted:
             self._want = self._want._replace(mode=wanted)
@@ -152,7 +152,7 @@ class NodesBackend(TeamBackend):
             program = replace(program, module_hooks=module_hooks())
         self._versions.follow(program)
         self._setup = replace(self._setup, program=program)
-        self._resets = self._setup.buffers.resets
+        self._starts = self._setup.buffers.starts
         self._want = self._want._replace(program=self._versions.latest)
 
     def prepare(self, batch: Batch, ahead: bool = False) -> Prepared:
@@ -306,7 +306,7 @@ class NodesBackend(TeamBackend):
     def _evaluate(
         self, cut: Cut, order: Order, runs: Sequence[Run], meanwhile: Meanwhile | None, compressed: int | None = None
     ) -> list[Answer]:
-        if self._setup.buffers.resets != self._resets:
+        if self._setup.buffers.starts != self._starts:
             self._follow()
         if order.kind in TASKS:
             self._want = self._want._replace(task_cut=cut)

@@ -14,7 +14,6 @@ from batchopt._mapreduce.compression import DoesNotFit
 from batchopt.backends.base import WorkerInfo
 from batchopt.errors import BatchoptError, RemoteTraceback, WorkerError
 from batchopt_workers.map.tree import Node
-from batchopt_workers.map.watch import StateWritten
 from batchopt_workers.process.failures import Failure, describe
 
 # Largest vector in bytes that is sent inside a result: more messages take longer than more bytes.
@@ -39,7 +38,7 @@ class Result(NamedTuple):
     """
 
     failure: Failure | None = None
-    error: BatchoptError | StateWritten | DoesNotFit | None = None
+    error: BatchoptError | DoesNotFit | None = None
     is_behind: bool = False
     value: Any = None  # of a call that is not an evaluation
     answers: Sequence[Answer] = ()
@@ -57,7 +56,7 @@ class Result(NamedTuple):
         """Describe the exception. One of batchopt's loses its cause when it is pickled, so the text has the worker's
         traceback."""
         text = describe(error)
-        if not isinstance(error, (BatchoptError, StateWritten, DoesNotFit)):
+        if not isinstance(error, (BatchoptError, DoesNotFit)):
             return cls(text, None, is_behind)
         return cls(replace(text, traceback=getattr(error.__cause__, "text", text.traceback)), error, is_behind)
 

@@ -83,7 +83,7 @@ class NodeSession:
         tensors = made(update.placements, update.elements.values())
         program = assemble(update.data, tensors, self._parameters)
         self._sent = program, tensors
-        buffers = ModuleState(program.module, state=program.state)
+        buffers = ModuleState(program.module)
         if self.workers is None:
             self._start(buffers)
         else:
@@ -115,7 +115,7 @@ class NodeSession:
 
     def _take_mode(self, mode: NodeMode) -> None:
         program, artifacts = self._sent[0], self._libraries.of(mode.keys)
-        found = Mode(program.prehook, program.posthook, mode.hooked, program.state, mode.outputs)
+        found = Mode(program.prehook, program.posthook, mode.hooked, mode.outputs)
         self._started.set_mode(found._replace(artifacts=artifacts))
 
     def compiled(self) -> Reply | str | None:

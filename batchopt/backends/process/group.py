@@ -91,7 +91,7 @@ class WorkerGroup:
         assert setup.workers is not None and setup.flat.block is not None
         self._setup, self._holder = setup, holder or Holder()
         self._stragglers = Stragglers({kind: {} for kind in Kind})
-        self._start, self._resets = Start(), 0  # and those of the module's state at that start
+        self._start, self._starts = Start(), 0  # and those of the module's state at that start
         self._subjects = {False: Subject(), True: Subject()}  # of the step, and of the task
         self._numbers = count(1)  # of orders
         self._repeats = Repeats()
@@ -199,7 +199,7 @@ class WorkerGroup:
     def set_mode(self, mode: Mode) -> None:
         """See `Backend.set_mode`."""
         if not mode.is_of(self._program.program):
-            self._program.change(prehook=mode.prehook, posthook=mode.posthook, state=mode.state)
+            self._program.change(prehook=mode.prehook, posthook=mode.posthook)
         self._pool.tell_of("hooked", mode.hooked, lambda: [call(Activity.HOOKS, Session.use_hooks, mode.hooked)])
         self._tell_of_artifacts(mode.artifacts)
         if mode.outputs != self.results.keeps_outputs:
@@ -231,7 +231,7 @@ class WorkerGroup:
 
     def _begin(self, batch: int | None = None) -> None:
         """Have workers begin from the state at the start of the step."""
-        self._resets = self._setup.buffers.resets
+        self._starts = self._setup.buffers.starts
         self._start = Start(self._start.batch if batch is None else batch, self._start.number + 1)
 
     @property
@@ -296,7 +296,7 @@ class WorkerGroup:
         """See `Backend.evaluate`."""
         stamp, kind, begun, repeats = self._pool.stamp, order.kind, False, self._repeats
         repeat = repeats.take(kind, stamp, cut, runs)
-        if self._setup.buffers.resets != self._resets:
+        if self._setup.buffers.starts != self._starts:
             self._begin()
         if repeat is not None:
             if self._holder.torch_settings() == self._pool.want.torch.value:

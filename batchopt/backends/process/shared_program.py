@@ -121,7 +121,6 @@ class SentProgram:
         self._shared = shared
         self._sent: tuple[bytes, SharedBlock] | None = None  # the version that the workers' other state belongs to
         self.version = object()  # another one whenever workers are sent one
-        self._examined: tuple[Any, ...] = (None, None, None)  # the memory and the hooks of the version sent last
 
     def change(self, **fields: Any) -> None:
         """Replace these fields of the program. Raises `TypeError` for hooks that cannot be sent."""
@@ -148,15 +147,13 @@ class SentProgram:
         """Send the workers the program; what they drop with the previous one they are sent again."""
         self._sent, self.version = None, object()
         source, block, pool = self._shared.source, self._shared.block, self._pool
-        packed, examined = source.packed, (block, self.program.prehook, self.program.posthook)
-        examine = not all(map(is_, examined, self._examined))
+        packed = source.packed
         attach = call_with_block(Activity.INSTALLING, Session.attach_copy, "program", block)
         pool.tell_of("memory", block, lambda: [attach])
         pool.tell(
             "module",
-            call(Activity.INSTALLING, Session.install, packed.data, packed.placements, source.read_only, examine),
+            call(Activity.INSTALLING, Session.install, packed.data, packed.placements, source.read_only),
         )
-        self._examined = examined
         self._on_sent()
         self._sent = packed.data, block
 
@@ -177,10 +174,9 @@ def _alone(module: torch.nn.Module, bound: Collection[int]) -> set[int]:
     """Return the frozen parameters and buffers of a module that share memory with nothing else, as far as can be known;
     those that are `bound` already, by identity, have memory that torch did not allocate."""
     found: dict[int, tuple[torch.Tensor, bool]] = {}
-    for _, place in tensors_of(module):
-        tensor = place.get()
+    for _, owner, name, tensor in tensors_of(module):
         if tensor.layout is torch.strided and not (isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad):
-            registered = place.name in place.owner._buffers or place.name in place.owner._parameters
+            registered = name in owner._buffers or name in owner._parameters
             found[id(tensor)] = tensor, registered or found.get(id(tensor), (tensor, False))[1]
     storages = Counter(tensor.untyped_storage().data_ptr() for tensor, _ in found.values())
     return {

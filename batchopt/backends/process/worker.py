@@ -26,7 +26,6 @@ from batchopt_workers.data.layout import Layout
 from batchopt_workers.data.memory import SharedBlock
 from batchopt_workers.data.packing import dumps
 from batchopt_workers.map.sums import Rows, rows_nbytes
-from batchopt_workers.map.watch import StateWritten
 from batchopt_workers.process.failures import Failure, Warned
 from batchopt_workers.process.messages import Order, Start
 from batchopt_workers.process.page import DONE, NUMBER, Board
@@ -337,8 +336,6 @@ class Listener:
 def error_of(rank: int, failure: Failure, doing: Activity | None, numbering: Numbering | None = None) -> Exception:
     """Return the exception for a failure of the user's code in a worker. `numbering` is that of the batch, if the
     failure concerns one."""
-    if failure.written:
-        return StateWritten(failure.written)
     samples = failure.samples
     terms = {} if numbering is None else numbering.within(samples)
     what = "" if samples or doing is None else doing.value

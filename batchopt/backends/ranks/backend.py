@@ -143,7 +143,7 @@ class RanksBackend(TeamBackend):
         self._mine.set_mode(mode)
         program = self._setup.program
         if not mode.is_of(program):
-            program = replace(program, prehook=mode.prehook, posthook=mode.posthook, state=mode.state)
+            program = replace(program, prehook=mode.prehook, posthook=mode.posthook)
             self._setup = replace(self._setup, program=program)
 
     def prepare(self, batch: Batch, ahead: bool = False) -> Prepared:
@@ -155,7 +155,7 @@ class RanksBackend(TeamBackend):
         self._alike.load(prepared.batch, weights)
 
     def begin_task(self, task: Task, batch: Batch | None, follow: bool) -> bool:
-        self._alike.begin_task(batch, follow)
+        self._alike.begin_task(batch)
         return self._mine.begin_task(task, batch, follow)
 
     def end_task(self) -> None:
@@ -166,9 +166,7 @@ class RanksBackend(TeamBackend):
     ) -> list[Answer]:
         call = self._alike.evaluation(cut, order, runs)
         evaluation = Evaluation(order, self._team.shares(runs, cut, compressed is None), compressed)
-        answers = self._team.evaluate(cut, evaluation, call, meanwhile)
-        self._alike.learn(ran_here=isinstance(self._local, SerialBackend))
-        return answers
+        return self._team.evaluate(cut, evaluation, call, meanwhile)
 
     def collected(self, columns: Sequence[Column], samples: int) -> list[torch.Tensor]:
         return self._team.take_rows()

@@ -32,7 +32,7 @@ from batchopt_workers.map.module_state import places_of_state
 from batchopt_workers.map.objective import Objective
 from batchopt_workers.map.program import Program
 from batchopt_workers.map.record import Record
-from batchopt_workers.map.seeding import generator_states
+from batchopt_workers.map.seeding import other_states
 from batchopt_workers.process.parent import end_with
 from batchopt_workers.process.torch_settings import set_module_hooks
 
@@ -103,13 +103,13 @@ def traced(request: Request, piece: PackedPiece) -> Traced:
             objective.check_pairs(output, targets)
         return value
 
-    statistics = [places[0].get() for places in places_of_state(program.module, program.state)]
+    statistics = [tensor for tensor, _ in places_of_state(program.module)]
     roots = {"the module": program.module, "the criterion": program.criterion, "the loss": program.loss_fns}
-    record, states = _Objects(roots, functions=True), generator_states()
+    record, states = _Objects(roots, functions=True), other_states()
     found = trace(fakes, loss, parameters, statistics, tensors, samples)
     if not record.looks_the_same():
         raise Untraceable("it changes Python objects (an attribute, a list, a counter), which a graph would not")
-    if states != generator_states():
+    if states != other_states():
         raise Untraceable("it draws random numbers in Python, from NumPy or `random`")
     return found
 

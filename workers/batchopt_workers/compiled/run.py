@@ -20,7 +20,8 @@ from batchopt_workers.compiled.form import (
 )
 from batchopt_workers.data.batch import Piece
 from batchopt_workers.data.structures import tensors_in
-from batchopt_workers.map.shortcuts import Comparisons, Differs, Eager, examined
+from batchopt_workers.map.clock import Clock
+from batchopt_workers.map.shortcuts import Differs, Eager, examined
 
 
 class Sources(NamedTuple):
@@ -75,15 +76,15 @@ class CompiledPieces:
     def __init__(self, artifacts: Iterable[Artifact], sources: Sources) -> None:
         self._sources = sources
         self._libraries = {artifact.form: Library(artifact, sources) for artifact in artifacts}
-        self._comparisons = Comparisons()
+        self._clock = Clock()
         self._due: set[PieceForm] = set()
 
     def begin(self, evaluation: int) -> None:
         """See `Shortcuts.begin`."""
-        if self._comparisons.begin(evaluation):
+        if self._clock.begin(evaluation):
             for library in self._libraries.values():
                 library.check()
-            if self._comparisons.are_due:
+            if self._clock.is_due:
                 self._due = set(self._libraries)
 
     def evaluate(self, piece: Piece, eager: Eager) -> torch.Tensor | None:

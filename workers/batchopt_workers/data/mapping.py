@@ -17,8 +17,6 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-import numpy as np
-
 _FIXED = 0x10  # MAP_FIXED
 _MOVE = 1 | 2  # MREMAP_MAYMOVE | MREMAP_FIXED
 _FAILED = ctypes.c_void_p(-1).value
@@ -27,8 +25,6 @@ PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 # A private mapping of a file, without reserved swap, since it is rarely written.
 UNRESERVED = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
 _PUNCH_HOLE = 3  # FALLOC_FL_PUNCH_HOLE, and FALLOC_FL_KEEP_SIZE
-# The highest bits of a page's entry in /proc/self/pagemap: it is present, swapped out, of a file.
-_STATE, _PRESENT, _OF_FILE = np.uint64(61), np.uint64(4), np.uint64(1)
 # Bytes that are copied at a time, and released before the next.
 _PIECE = 2**26
 
@@ -60,17 +56,6 @@ def _checked(address: int | None) -> int:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
     return address
-
-
-def shows_file(address: int, nbytes: int) -> bool:
-    """Tell whether this process has written none of these bytes of a private mapping of a file; False if unknown."""
-    first, end = address // mmap.PAGESIZE, -(-(address + nbytes) // mmap.PAGESIZE)
-    try:
-        with open("/proc/self/pagemap", "rb", buffering=0) as pages:
-            states = np.frombuffer(os.pread(pages.fileno(), 8 * (end - first), 8 * first), dtype=np.uint64) >> _STATE
-    except OSError:
-        return False
-    return len(states) == end - first and bool(((states == 0) | (states == _PRESENT | _OF_FILE)).all())
 
 
 class PrivateView:

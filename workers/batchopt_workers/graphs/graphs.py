@@ -23,10 +23,11 @@ from batchopt_workers.data.batch import Piece
 from batchopt_workers.data.structures import map_tensors, tensors_in
 from batchopt_workers.graphs.recording import Recording, can_add_there
 from batchopt_workers.graphs.rehearsal import Rehearsal, is_held, obstacle_of
+from batchopt_workers.map.clock import Clock
 from batchopt_workers.map.module_state import ModuleState
 from batchopt_workers.map.program import Program
 from batchopt_workers.map.record import Record
-from batchopt_workers.map.shortcuts import Comparisons, Differs, Eager, Start, examined
+from batchopt_workers.map.shortcuts import Differs, Eager, Start, examined
 from batchopt_workers.process.interrupts import let_through
 from batchopt_workers.process.torch_settings import TorchSettings
 
@@ -135,7 +136,7 @@ class Graphs:
     def __init__(self, subject: Recordable, recording: Callable[[], Recording]) -> None:
         """`recording`: makes a new one."""
         self._subject, self._recording = subject, recording
-        self._comparisons, self.patience = Comparisons(), 1
+        self._clock, self.patience = Clock(), 1
         self._circumstances: Circumstances | None = None  # of all graphs that there are
         self._graphs: dict[Key, Graph] = {}
         self._due: set[Key] = set()
@@ -152,12 +153,12 @@ class Graphs:
 
     def begin(self, evaluation: int) -> None:
         """Drop all graphs if something has changed that f depends on."""
-        if not self._comparisons.begin(evaluation):
+        if not self._clock.begin(evaluation):
             return
         self._evaluation = evaluation
         if self._circumstances is not None and not self._circumstances.hold:
             self._forget("the program, its memory or torch's settings have changed")
-        if self._comparisons.are_due:
+        if self._clock.is_due:
             self._due = set(self._graphs)
 
     def evaluate(self, piece: Piece, eager: Eager) -> torch.Tensor | None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -12,12 +12,15 @@ from batchopt_workers.data.batch import Batch, Columns, Piece
 from batchopt_workers.data.collation import Collation
 from batchopt_workers.data.items import Unreadable
 from batchopt_workers.data.placing import Placing
+from batchopt_workers.data.structures import tensors_in
 from batchopt_workers.map.module_state import ModuleState
+from batchopt_workers.map.record import Record, Undo
 from batchopt_workers.map.seeding import Draws
-from batchopt_workers.map.side_effects import SideEffectWatch
-from batchopt_workers.map.watch import BatchWatch, version
+from batchopt_workers.map.unwritten import Unwritten, samples, version
 from batchopt_workers.process.messages import Cut
 from batchopt_workers.worker import Worker
+
+T = TypeVar("T")
 
 
 class _Recipe(NamedTuple):
@@ -52,7 +55,8 @@ class Chunk:
 
     def __init__(self, batch: Batch, start: int, stop: int, keeps: bool) -> None:
         self.samples, self.share = range(start, stop), (stop - start) / batch.size
-        self.watch = BatchWatch(batch, self.samples)
+        # what it is read from, unless one watches all tensors of the batch
+        self.data = None if batch.plain is not None else samples(_held(batch, self.samples), batch)
         self.recipes: list[_Recipe] | None = None
         if keeps:
             place = batch.numbering.position
@@ -62,6 +66,15 @@ class Chunk:
             ]
 
 
+def _held(batch: Batch, rows: range) -> Iterator[torch.Tensor]:
+    """Yield the tensors from which these samples are read."""
+    for term, own in batch.numbering.split(rows):
+        part = batch.parts[term]
+        for form in (part.inputs, part.targets):
+            if form is not None:
+                yield from tensors_in(form.held(own.start - part.first, own.stop - part.first))
+
+
 class LoadedBatch:
     """A batch and its cut. `keeps`: chunks will be evaluated repeatedly, so what they need is cached."""
 
@@ -69,6 +82,7 @@ class LoadedBatch:
         self.batch, self.keeps = batch, keeps
         self.cut = cut or Cut((0,))
         self.is_of_columns = batch.is_of_columns
+        self.data = None if batch.plain is None else samples(batch.plain.tensors, batch)
         self._chunks: tuple[Cut, dict[int, Chunk]] = self.cut, {}
         self._collation: tuple[Cut | None, Collation] = None, Collation()
         self._lies_on: tuple[torch.device, bool] | None = None
@@ -79,8 +93,7 @@ class LoadedBatch:
         if ours is None or plain is None or not (plain.form is ours.form or plain.form == ours.form):
             return False
         self.batch, self._lies_on = batch, None
-        for chunk in self._chunks[1].values():
-            chunk.watch.rebind(batch)
+        self.data = samples(plain.tensors, batch)
         return True
 
     def lies_on(self, device: torch.device) -> bool:
@@ -95,7 +108,7 @@ class LoadedBatch:
         """The cached collation of the batch with its current cut."""
         cut, found = self._collation
         if cut is not self.cut:
-            found = Collation(self.batch.tensors(), self.keeps)
+            found = Collation(self.keeps)
             self._collation = self.cut, found
         return found
 
@@ -113,48 +126,37 @@ class LoadedBatch:
 
 
 class Walk:
-    """Seeds the random state for a chunk, cuts it out, and ensures that nothing is written that another chunk reads.
+    """Seeds the random state for a chunk, cuts it out, and takes back what hooks have changed for it.
 
     `current` is the range of samples, numbered through all terms, of the running or last forward, and `chunk` their
-    chunk. `has_hooks`: hooks run. `place` brings a piece to the module's device, if it may be elsewhere; `is_mirror`:
-    the module's tensors are copies there, too.
-
-    When samples are evaluated in this process for the first time, everything that the user's code may write is compared
-    with what it was; so also when a chunk moves here from another worker. What hooks may write: see `side_effects`.
+    chunk. `constants` are the tensors of the program that no chunk may write. `runs_others`: hooks run, or a function
+    of the user. `place` brings a piece to the module's device, if it may be elsewhere.
     """
 
-    def __init__(self, worker: Worker, seed: int, state: ModuleState, parameters: Sequence[torch.Tensor]) -> None:
-        self.worker, self.state, self.draws = worker, state, Draws(seed)
-        self.effects = SideEffectWatch(worker, state, parameters)
+    def __init__(self, worker: Worker, seed: int, state: ModuleState, constants: Unwritten) -> None:
+        self.worker, self.state, self.constants, self.draws = worker, state, constants, Draws(seed)
         self.place: Placing | None = None
-        self.is_mirror = False
         self.current = range(0)
-        self.chunk = -1
-        self.has_hooks = False
-        self.looked: set[tuple[int, int, bool, bool]] = set()  # samples, with hooks or collation, that were compared
+        self.chunk, self._step = -1, 0
+        self.runs_others = False
+        self._contents: Record | None = None
+        self._undo: list[Undo] = []
 
     def pieces(self, loaded: LoadedBatch, step: int, number: int) -> Iterator[Piece]:
         """Yield the pieces of chunk `number`; after the last one was evaluated, check what they have written.
 
-        Raise what `Constants.check` and `BatchWatch.check` raise.
+        Raise what `Unwritten.refuse` raises.
         """
         chunk = loaded.chunk(number)
-        watch, self.chunk = chunk.watch, number
-        draws, effects = self.draws, self.effects
-        if draws.seeds or draws.looks:
-            draws.begin(step, number)
+        self.chunk, self._step = number, step
+        self.draws.others = self.runs_others or not loaded.is_of_columns
+        self.draws.begin(step, number)
         self.current = chunk.samples  # while samples are cut out and collated
-        reads_batch = loaded.keeps or self.has_hooks or loaded.batch.collates  # else a task, which is given copies
-        key = chunk.samples.start, chunk.samples.stop, self.has_hooks, reads_batch
-        looks = effects.compares = key not in self.looked
-        watch.versions, watch.contents = [*map(version, watch.counted)], []
-        if looks:
-            if reads_batch:
-                watch.look(mapped=effects.protected)
-            if not self.is_mirror:
-                self.state.constants.compare()
-        elif self.has_hooks:
-            effects.note()
+        data = chunk.data or loaded.data
+        assert data is not None  # one of the two
+        unwritten = data, self.constants
+        for one in unwritten:
+            one.begun = [*map(version, one.tensors)]
         if torch._C._is_any_autocast_enabled():
             torch.clear_autocast_cache()  # X may have changed under the casts of its parameters
         if chunk.recipes is None or (self.place is not None and not loaded.lies_on(self.worker.device)):
@@ -163,29 +165,25 @@ class Walk:
             for recipe in chunk.recipes:
                 self.current = recipe.position
                 yield recipe.piece(loaded.batch)
-                if effects.undo:
-                    effects.put_back()
+                if self._undo:
+                    self.put_back()
         self.current = chunk.samples
-        if looks or [*map(version, watch.counted)] != watch.versions:
-            watch.check()
-        if self.has_hooks and not looks:
-            effects.check()
-        constants = self.state.constants
-        if constants.held or constants.examines or [*map(version, constants.counted)] != constants.begun:
-            constants.check()
-        if looks:
-            self.looked.add(key)
+        for one in unwritten:
+            if [*map(version, one.tensors)] != one.begun:
+                one.refuse()
 
     def _cut_out(self, loaded: LoadedBatch, samples: range) -> Iterator[Piece]:
-        """Yield the pieces of these samples, newly cut out and collated, or as cached."""
-        numbering, collation = loaded.batch.numbering, loaded.collation
+        """Yield the pieces of these samples, newly cut out and collated, or as cached. What a collate function or a
+        dataset draws is not part of the forward's draws, which are the same whether it is called or not."""
+        numbering, collation, is_made = loaded.batch.numbering, loaded.collation, not loaded.is_of_columns
         try:
             pieces = loaded.batch.pieces(samples.start, samples.stop, collation)
             for piece in pieces if self.place is None else map(self.place, pieces):
                 self.current = numbering.position(piece.term, piece.indices)
+                if is_made and not loaded.batch.parts[piece.term].one_by_one:
+                    self.draws.begin(self._step, self.chunk, 1 + piece.term)
                 yield piece
-                if self.effects.undo:
-                    self.effects.put_back()
+                self.put_back()
                 self.current = range(self.current.stop, samples.stop)
         except Unreadable as error:  # an item of the next term
             term, _ = next(numbering.split(self.current))
@@ -193,14 +191,29 @@ class Walk:
             raise error.error from None
         collation.check()
 
+    # ---- the attributes of module and criterion
+
+    def undoable(self, function: Callable[[], T]) -> T:
+        """Return what a hook or a function of the user returns; `put_back` undoes what it changes there."""
+        contents, worker = self._contents, self.worker
+        if contents is None or not contents.looks_the_same():
+            contents = Record({"module": worker.module, "criterion": worker.criterion}, functions=False)
+            self._contents = contents
+        try:
+            return function()
+        finally:
+            if not contents.looks_the_same():
+                self._undo += contents.changes()
+
+    def put_back(self) -> None:
+        """Undo what hooks or functions have changed."""
+        while self._undo:
+            self._undo.pop()()
+
     def restore(self, loaded: LoadedBatch, failed: bool) -> None:
         """Clean up after a chunk: the module's state is then that of the start of the step; `failed`: an exception was
         raised."""
-        try:
-            if failed:
-                loaded.collation.forget()
-                self.state.constants.put_back()
-        finally:
-            if self.effects.undo:
-                self.effects.put_back()
-            self.state.restore()
+        if failed:
+            loaded.collation.forget()
+        self.put_back()
+        self.state.restore()

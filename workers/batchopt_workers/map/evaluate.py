@@ -17,10 +17,13 @@ from batchopt_workers.map.chunk import LoadedBatch, Walk
 from batchopt_workers.map.gradient import GradientWork, PieceLoss
 from batchopt_workers.map.module_state import ModuleState
 from batchopt_workers.map.program import Program
+from batchopt_workers.map.simulation import is_by_differences
 from batchopt_workers.map.squares import squares_of
-from batchopt_workers.map.sums import Rows, Sums
+from batchopt_workers.map.sums import GradsKept, Rows, Sums
 from batchopt_workers.map.tree import most_held
+from batchopt_workers.map.unwritten import Unwritten
 from batchopt_workers.map.work import ChunkDone, EachPiece, run
+from batchopt_workers.process import faults
 from batchopt_workers.process.messages import Cut, Kind, Order
 from batchopt_workers.tasks.forms import Output
 from batchopt_workers.tasks.jacobian import Block, Jacobian, PieceResiduals
@@ -41,18 +44,20 @@ class Evaluator:
         worker: Worker,
         parameters: Sequence[torch.Tensor],
         state: ModuleState,
+        constants: Unwritten,
     ) -> None:
         self.worker = worker
-        self.walk = Walk(worker, program.seed, state, parameters)
+        self.walk = Walk(worker, program.seed, state, constants)
         self.loss = PieceLoss(program, worker, self.walk)
         self.tasks = TaskRunner(self.walk, program.module, parameters)
         self._gradient = GradientWork(self.loss, self.walk, parameters)
-        self._program, self._parameters = program, parameters
+        self._program, self.parameters = program, parameters
         recording = RECORDINGS.get(worker.device.type) if program.graphs else None
         self.graphs: Graphs | None = None  # of what is evaluated on a card
         if recording is not None:
             self.graphs = Graphs(Recordable(program, parameters, state), partial(recording, worker.device))
         self._gradient.shortcuts = self.graphs
+        self.compiled: Sequence[Artifact] = ()
         self._loaded: LoadedBatch | None = None
         self._cut = Cut((0,))
         self._sums = self._cut, Sums(-1, 0)
@@ -103,7 +108,8 @@ class Evaluator:
     def compile(self, artifacts: Sequence[Artifact], tensors: Sequence[torch.Tensor]) -> None:
         """Evaluate pieces by these artifacts where they serve; `tensors`: those of the program, in the order in which
         it was packed. Without artifacts, evaluate all eagerly."""
-        sources = Sources(self._parameters, self.walk.state.tensors, tensors)
+        self.compiled = artifacts
+        sources = Sources(self.parameters, self.walk.state.tensors, tensors)
         self._gradient.shortcuts = CompiledPieces(artifacts, sources) if artifacts else self.graphs
 
     @property
@@ -114,26 +120,24 @@ class Evaluator:
     def evaluate(self, order: Order, rows: Rows | None) -> Iterator[ChunkDone]:
         """Carry out an order, chunk by chunk: see `run`. Gradients are summed in `rows`; tasks have memory of their
         own."""
-        self.walk.has_hooks = self.loss.has_hooks
+        loss = self.loss
+        self.walk.runs_others = loss.hooked and not loss.prehook is loss.posthook is None
         if order.kind is not Kind.EVALUATE:
+            self.walk.runs_others |= self.tasks.is_users
             return self.tasks.evaluate(order, self)
         loaded, (cut, sums) = self._loaded or self.loaded, self._sums
         if cut is not loaded.cut:
             cut, sums = self._sums = loaded.cut, Sums(-1, loaded.cut.chunks)
         if sums.evaluation != order.evaluation:
             sums.begin(order.evaluation)
-            if not loaded.is_of_columns:
-                loaded.collation.settle()
         self._gradient.rows = rows
         if self._gradient.shortcuts is not None:
             self._gradient.shortcuts.begin(order.evaluation)
-        self.walk.state.constants.begin()
         return run(self.walk, self._gradient, loaded, order, sums)
 
     def look_again(self) -> None:
         """Forget what was derived from the program, because it was changed: it is evaluated eagerly at first."""
         self._jacobians.clear()
-        self.walk.looked.clear()
         self._gradient.shortcuts = self.graphs
         if self.graphs is not None:
             self.graphs.look_again()
@@ -145,8 +149,8 @@ class Evaluator:
         objective, jacobian = self.loss.objectives[term], self._jacobians.get(term)
         squares = squares_of(objective.criterion, objective.loss_fn)
         assert squares is not None  # otherwise the parent does not request residuals
-        if jacobian is None or not jacobian.serves(squares, self._parameters):
-            jacobian = self._jacobians[term] = Jacobian(self._program.module, self._parameters, squares)
+        if jacobian is None or not jacobian.serves(squares, self.parameters):
+            jacobian = self._jacobians[term] = Jacobian(self._program.module, self.parameters, squares)
         sample = self.loss.sample(piece, term)
         samples = None if self.tasks.loaded.batch.parts[piece.term].one_by_one else len(piece.indices)
         return PieceResiduals(jacobian, sample.inputs, sample.targets, samples, piece.indices, piece.sample_weight)
@@ -159,10 +163,10 @@ class Evaluator:
         that is so much `later`. The posthook does not run."""
         is_cut_so = batch is None and self.loaded.cut.bounds == cut.bounds  # then its cache can be used
         loaded = self.loaded if is_cut_so else LoadedBatch(batch or self.loaded.batch, cut, keeps=False)
-        work = GradientWork(self.loss, self.walk, self._parameters, hooks=False)
+        work = GradientWork(self.loss, self.walk, self.parameters, hooks=False)
         if gradient:
             work.shortcuts = None if self.graphs is not None else self._gradient.shortcuts
-            layout = Layout.of((("", parameter) for parameter in self._parameters), self._parameters[0].dtype)
+            layout = Layout.of((("", parameter) for parameter in self.parameters), self.parameters[0].dtype)
             count = most_held(0, cut.chunks, cut.chunks)
             work.rows = Rows(layout, self.walk.state.size, count, device=self.worker.device)
         sums = Sums(-1, cut.chunks)
@@ -185,3 +189,32 @@ class Evaluator:
         for _ in run(self.walk, EachPiece(look), loaded, Order(-1, step, 0, cut.chunks), Sums(-1, cut.chunks)):
             pass
         return found
+
+    # ---- for audits
+
+    def eagerly(self, step: int, batch: Batch) -> Evaluation:
+        """Return an evaluation of another batch of the same terms, in one chunk: without shortcuts, without hooks; of
+        simulators without df/dX, since calls may take minutes."""
+        loss, work, place = self.loss, self._gradient, self.walk.place
+        hooked, shortcuts, hook = loss.hooked, work.shortcuts, faults.hook
+        loss.hooked, work.shortcuts, self.walk.runs_others, faults.hook = False, None, False, None
+        if place is not None:
+            place.keeps = False
+        try:
+            with GradsKept(self.parameters):
+                gradient = not is_by_differences(self._program.module, *self._program.loss_fns)
+                return self.evaluate_all(step, Cut((0, batch.size)), gradient, batch)
+        finally:
+            loss.hooked, work.shortcuts, faults.hook = hooked, shortcuts, hook
+            if place is not None:
+                place.keeps = True
+
+    def adopt(self, before: Evaluator) -> None:
+        """Go on with the batch, the cut, the task and the modes of another one, on another copy of its program."""
+        self.loss.weights, self.loss.hooked, self.outputs = before.loss.weights, before.loss.hooked, before.outputs
+        self.cut = before.cut
+        if before._loaded is not None:
+            self.loaded = before._loaded
+        self.walk.current = before.walk.current  # for an error that is described after this
+        before.tasks.move(self.walk, self.tasks.module, self.parameters)
+        self.tasks = before.tasks

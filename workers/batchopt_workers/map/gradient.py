@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 
 from batchopt_workers.data.batch import Piece
+from batchopt_workers.data.structures import same_values
 from batchopt_workers.map.chunk import LoadedBatch, Walk
 from batchopt_workers.map.objective import Objective
 from batchopt_workers.map.program import Program
@@ -17,6 +18,8 @@ from batchopt_workers.map.work import ChunkResult
 from batchopt_workers.process import faults
 from batchopt_workers.tasks.forms import Output, write_results
 from batchopt_workers.worker import Hook, Sample, Worker
+
+T = TypeVar("T")
 
 
 class PieceLoss:
@@ -30,17 +33,12 @@ class PieceLoss:
         self.objectives = [Objective(program.module, program.criterion, loss_fn) for loss_fn in program.loss_fns]
         self._worker, self._walk = worker, walk
 
-    @property
-    def has_hooks(self) -> bool:
-        """Tell whether hooks run."""
-        return self.hooked and (self.prehook is not None or self.posthook is not None)
-
     def sample(self, piece: Piece, term: int) -> Sample:
         """Return the samples of a piece as hooks see them, as the prehook has left them."""
         sample = Sample(piece.inputs, piece.targets, piece.options, piece.indices, term=self.names[term])
         prehook = self.prehook
         if prehook is not None and self.hooked:
-            self._walk.effects.call("prehook", lambda: prehook(self._worker, sample))
+            self._call("prehook", lambda: prehook(self._worker, sample))
             torch._C._set_grad_enabled(True)
         return sample
 
@@ -64,7 +62,17 @@ class PieceLoss:
         """Return what the posthook returns for a piece."""
         assert isinstance(sample, Sample)
         sample.output, sample.loss = output, loss
-        return self._walk.effects.call("posthook", lambda: posthook(self._worker, sample))
+        return self._call("posthook", lambda: posthook(self._worker, sample))
+
+    def _call(self, name: str, hook: Callable[[], T]) -> T:
+        """Call a hook, whose changes of attributes last for its piece only. Raise `ValueError` if it writes the
+        module's state, which would be taken for forward's."""
+        state = self._walk.state
+        before = state.copies() if state.statistics else []
+        found = self._walk.undoable(hook)
+        if before and not all(map(same_values, state.copies(), before)):
+            raise ValueError(f"`{name}` writes a buffer of the module: write a copy, or write it between steps")
+        return found
 
 
 class GradientWork:
@@ -99,7 +107,7 @@ class GradientWork:
         prehook, posthook = (loss.prehook, loss.posthook if self._hooks else None) if hooked else (None, None)
         is_alone = row is not None and outputs is None and prehook is posthook is None
         shortcuts = self.shortcuts if is_alone else None
-        looks = draws.looks = draws.seeds and self._looked != (step, hooked)
+        looks = draws.looks = self._looked != (step, hooked)
         losses, used = list[Any]([0.0] * len(loss.weights)), bytearray(len(parameters))
         returned, made = list[Any](), list[Any]()
         for piece in pieces:

@@ -18,8 +18,7 @@ class Program:
     the module's own.
 
     Hooks belong to it, because they may share objects with the module and the losses. `module_hooks` are those of all
-    modules of a process; `state` names the tensors of the module, in addition to small buffers, that a forward writes.
-    `graphs`: on a card, evaluations that repeat are recorded.
+    modules of a process. `graphs`: on a card, evaluations that repeat are recorded.
     """
 
     module: torch.nn.Module
@@ -29,5 +28,4 @@ class Program:
     prehook: Hook | None = None
     posthook: Hook | None = None
     module_hooks: Mapping[str, Any] = field(default_factory=dict)
-    state: frozenset[str] = frozenset()
     graphs: bool = True

@@ -18,7 +18,7 @@ import torch
 
 from batchopt_workers.data.batch import Piece
 from batchopt_workers.data.structures import same_values
-from batchopt_workers.map.seeding import generator_states, set_torch_states, torch_states
+from batchopt_workers.map.seeding import other_states, set_torch_states, torch_states
 
 # Sets the gradients of the parameters, writes the module's state, and returns the loss.
 Eager = Callable[[Piece], torch.Tensor]
@@ -45,12 +45,12 @@ class Start:
     def __init__(self, state: Sequence[torch.Tensor]) -> None:
         self._state = [(own, own.detach().clone()) for own in state]
         self._torch, self._others = torch_states(), (np.random.get_state(legacy=False), random.getstate())
-        self._seen = generator_states()[:2]
+        self._seen = other_states()
 
     @property
     def obstacle(self) -> str | None:
         """Anything that an evaluation since has done, and a graph would not do."""
-        if generator_states()[:2] != self._seen:
+        if other_states() != self._seen:
             return "it draws from the generators of NumPy or Python"
         return None
 
@@ -150,23 +150,3 @@ def _check(what: str, outcomes: Iterable[tuple[torch.Tensor | None, ...]]) -> No
         difference = 0.0 if same_values(mine, own) else (mine - own).abs().max().item()
         if not difference <= torch.finfo(own.dtype).eps ** 0.5 * size + noise:  # or NaN
             raise Differs(f"{what} differs by {difference:.2g} of {size:.2g}")
-
-
-class Comparisons:
-    """The evaluations that are compared: the first, the second, and the 4th, 8th, 16th."""
-
-    def __init__(self) -> None:
-        self._evaluation, self._count = -1, 0
-
-    def begin(self, evaluation: int) -> bool:
-        """Begin an evaluation, or go on with it; tell whether it is another one than before."""
-        if evaluation == self._evaluation:
-            return False
-        self._evaluation = evaluation
-        self._count += 1
-        return True
-
-    @property
-    def are_due(self) -> bool:
-        """Tell whether this evaluation is compared."""
-        return self._count & (self._count - 1) == 0

@@ -5,7 +5,7 @@ summed; in this process, in a worker and on a node. What it guarantees:
 
 - A chunk sees the state of the start of the step, and draws seeded by (seed, step, chunk) alone. So it does not matter
   which process evaluates it, in which order, or how often.
-- What it leaves behind is put back, or refused, before its result counts (`Walk`).
+- What hooks change is put back before the next one; what else is left behind is looked for (`Unwritten`, `audit`).
 - Its result goes to a row that nothing refers to; it counts once it is added to the sums.
 """
 
@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import repeat
+from operator import is_not
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -41,7 +43,7 @@ class ChunkDone(NamedTuple):
     @property
     def says_nothing(self) -> bool:
         """Tell whether the posthook returned nothing but None."""
-        return self.results is not None and all(result is None for result in self.results)
+        return self.results is not None and not any(map(is_not, self.results, repeat(None)))
 
     def report(self) -> Report:
         """Return the report of the evaluation, valid until the next chunk is begun."""
@@ -97,7 +99,7 @@ def run(walk: Walk, work: Work, loaded: LoadedBatch, order: Order, sums: Sums) -
             failed = False
         finally:
             torch._C._set_grad_enabled(mode)
-            if failed or walk.effects.undo or walk.state.statistics:
+            if failed or walk.state.statistics:
                 walk.restore(loaded, failed)
         if faults.hook is not None:
             faults.point("worker.merge", chunk)

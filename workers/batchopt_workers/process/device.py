@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -11,7 +11,6 @@ import torch
 
 from batchopt_workers.data.layout import Layout
 from batchopt_workers.data.memory import SharedBlock
-from batchopt_workers.data.placing import Placing
 from batchopt_workers.map.evaluate import Evaluator
 from batchopt_workers.map.sums import Rows
 from batchopt_workers.map.work import ChunkDone
@@ -46,9 +45,39 @@ def _succeeds(device: torch.device, name: str, *arguments: int) -> bool:
     return False
 
 
+# Copies on a device, with the tensors that they follow, by the identity of the tensors in whose place they are.
+Constants = dict[int, tuple[torch.Tensor, torch.Tensor]]
+
+
+def moved(
+    owners: Iterable[object],
+    device: torch.device,
+    parameters: Sequence[torch.Tensor],
+    originals: Mapping[int, torch.Tensor],
+) -> Constants:
+    """Replace the frozen parameters and buffers of those `owners` that are modules by copies on the device, one per
+    tensor, all but these `parameters`. `originals`: the tensors that the copies follow, by the identity of the replaced
+    ones."""
+    found: Constants = {}
+    there = {id(parameter) for parameter in parameters}
+    for owner in owners:
+        for part in owner.modules() if isinstance(owner, torch.nn.Module) else ():
+            for named in (part._parameters, part._buffers):
+                for name, tensor in named.items():
+                    if tensor is None or id(tensor) in there:
+                        continue
+                    if id(tensor) not in found:
+                        copy: Any = tensor.detach().to(device, copy=True)
+                        if isinstance(tensor, torch.nn.Parameter):
+                            copy = torch.nn.Parameter(copy, requires_grad=False)
+                        found[id(tensor)] = originals.get(id(tensor), tensor), copy
+                        there.add(id(copy))
+                    named[name] = found[id(tensor)][1]  # type: ignore[assignment]
+    return found
+
+
 class Mirror:
-    """The copies that a worker keeps on its `device`: X, as `parameters`; the module's constants; gradients; the
-    pieces of the batch that it has evaluated.
+    """The copies that a worker keeps on its `device`: X, as `vector`; the module's constants; gradients.
 
     X is transferred once per order, each piece of the batch once, and one gradient per reported partial.
     """
@@ -56,44 +85,21 @@ class Mirror:
     def __init__(self, layout: Layout, x: torch.Tensor, device: torch.device) -> None:
         """`x`: the shared vector, shape `(layout.size,)`."""
         self._layout, self._device, self._shared = layout, device, x
-        self._vector = torch.empty(layout.size, dtype=layout.dtype, device=device)
-        self.parameters = [torch.nn.Parameter(view) for view in layout.views(self._vector)]
-        self.evaluator: Evaluator | None = None  # on these copies
-        self.placing = Placing(device)
-        self._constants: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._originals: Mapping[int, torch.Tensor] = {}
+        self.vector = torch.empty(layout.size, dtype=layout.dtype, device=device)
+        self._evaluator: Evaluator | None = None  # on these copies
+        self._constants: Constants = {}
         self._rows: Rows | None = None
         self._delivered: dict[int, object] = {}  # evaluation and node in each shared row
 
-    def adopt(self, owners: Iterable[object], originals: Mapping[int, torch.Tensor]) -> None:
-        """Replace the frozen parameters and buffers of those `owners` that are modules by copies on the device, and
-        drop earlier ones. `originals`: the tensors that the copies follow, by the identity of the replaced ones."""
-        ours = {id(parameter) for parameter in self.parameters}
-        self._constants, self._originals = {}, originals
-        for owner in owners:
-            for part in owner.modules() if isinstance(owner, torch.nn.Module) else ():
-                for named in (part._parameters, part._buffers):
-                    for name, tensor in named.items():
-                        if tensor is not None and id(tensor) not in ours:
-                            named[name] = self._constant(tensor)
-
-    def _constant(self, tensor: Any) -> Any:
-        """Return the copy on the device, one per tensor; the tensor itself if it is such a copy."""
-        if any(copy is tensor for _, copy in self._constants.values()):
-            return tensor
-        if id(tensor) not in self._constants:
-            copy = tensor.detach().to(self._device, copy=True)
-            if isinstance(tensor, torch.nn.Parameter):
-                copy = torch.nn.Parameter(copy, requires_grad=False)
-            self._constants[id(tensor)] = self._originals.get(id(tensor), tensor), copy
-        return self._constants[id(tensor)][1]
+    def adopt(self, evaluator: Evaluator, constants: Constants) -> None:
+        """Use another copy of the program, with its constants."""
+        self._evaluator, self._constants = evaluator, constants
 
     def begin_step(self) -> None:
-        """Copy the parent's current constants, and forget the pieces: another batch will come."""
+        """Copy the parent's current constants."""
         with torch.no_grad():
             for shared, copy in self._constants.values():
                 copy.copy_(shared)
-        self.placing.forget()
 
     def make_rows(self, count: int, changes: int) -> None:
         """Ensure at least `count` rows to sum in, each with `changes` numbers for the changes of buffers."""
@@ -104,16 +110,16 @@ class Mirror:
 
     def evaluate(self, order: Order, shared: Rows | None) -> Iterator[ChunkDone]:
         """Evaluate like `Evaluator.evaluate`; the reported sums are in the `shared` rows."""
-        evaluator = self.evaluator
-        assert evaluator is not None
+        evaluator = self._evaluator
+        assert evaluator is not None and evaluator.walk.place is not None
         with torch.no_grad():
-            self._vector.copy_(self._shared)
+            self.vector.copy_(self._shared)
         if order.kind in TASKS:
-            self.placing.keeps = False
+            evaluator.walk.place.keeps = False
             try:
                 yield from evaluator.evaluate(order, None)
             finally:
-                self.placing.keeps = True
+                evaluator.walk.place.keeps = True
             return
         assert self._rows is not None and shared is not None
         for done in evaluator.evaluate(order, self._rows):

@@ -13,28 +13,24 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TextIO
 
-from batchopt_workers.map.watch import StateWritten
-
 
 @dataclass(frozen=True)
 class Failure:
     """An exception of the user's code in a worker, as text: the name of its type, its message, the traceback, and the
-    current samples (empty if there were none). `written`: names of tensors that a forward writes, if that is the error.
-    `kinds`: the names of its classes."""
+    current samples (empty if there were none). `kinds`: the names of its classes."""
 
     type_name: str
     message: str
     traceback: str
     samples: range = range(0)
-    written: tuple[str, ...] = ()
     kinds: tuple[str, ...] = ()
 
-    _HEAD = struct.Struct("<QQIIIII")
+    _HEAD = struct.Struct("<QQIIII")
     _LIMIT = 100_000  # characters of each text
 
     def encode(self) -> bytes:
         """Return the frame after its kind byte."""
-        found = (self.type_name, self.message, self.traceback, "\n".join(self.written), "\n".join(self.kinds))
+        found = (self.type_name, self.message, self.traceback, "\n".join(self.kinds))
         texts = [text[-self._LIMIT :].encode("utf-8", "backslashreplace") for text in found]
         head = self._HEAD.pack(self.samples.start, self.samples.stop, *(len(text) for text in texts))
         return head + b"".join(texts)
@@ -52,8 +48,7 @@ class Failure:
         for length in lengths:
             texts.append(frame[offset : offset + length].decode("utf-8", "replace"))
             offset += length
-        written, kinds = (tuple(text.splitlines()) for text in texts[3:])
-        return cls(texts[0], texts[1], texts[2], range(start, stop), written, kinds)
+        return cls(texts[0], texts[1], texts[2], range(start, stop), tuple(texts[3].splitlines()))
 
 
 def names_of(kinds: Iterable[type]) -> tuple[str, ...]:
@@ -62,8 +57,8 @@ def names_of(kinds: Iterable[type]) -> tuple[str, ...]:
 
 
 def kinds_of(error: BaseException) -> tuple[str, ...]:
-    """Return the names of the exception's classes, its own first; empty for `StateWritten`, which is no error."""
-    return () if isinstance(error, StateWritten) else names_of(type(error).__mro__)
+    """Return the names of the exception's classes, its own first."""
+    return names_of(type(error).__mro__)
 
 
 def message_of(error: BaseException) -> str:
@@ -80,8 +75,7 @@ def describe(error: BaseException, samples: range = range(0)) -> Failure:
         trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     except BaseException:
         trace = "".join(traceback.format_tb(error.__traceback__))
-    written = error.names if isinstance(error, StateWritten) else ()
-    return Failure(type(error).__name__, message_of(error), trace, samples, written, kinds_of(error))
+    return Failure(type(error).__name__, message_of(error), trace, samples, kinds_of(error))
 
 
 # Delimits a marked line; no text of this package contains it.

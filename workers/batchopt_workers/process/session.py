@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from multiprocessing import spawn
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,18 +16,22 @@ from batchopt_workers.compiled.form import Artifact
 from batchopt_workers.data.layout import Layout
 from batchopt_workers.data.memory import SharedBlock
 from batchopt_workers.data.packing import Placement, assemble, unpack, views
+from batchopt_workers.data.placing import Placing
+from batchopt_workers.map.audit import audit, few, last_samples
 from batchopt_workers.map.chunk import LoadedBatch
+from batchopt_workers.map.clock import Clock
 from batchopt_workers.map.evaluate import Evaluator
 from batchopt_workers.map.module_state import ModuleState
 from batchopt_workers.map.program import Program
 from batchopt_workers.map.sums import Rows, SharedTotals
+from batchopt_workers.map.unwritten import constants
 from batchopt_workers.map.work import ChunkDone
-from batchopt_workers.process.device import HOST, Mirror, pin
-from batchopt_workers.process.messages import Cut, Order, Start
+from batchopt_workers.process.device import HOST, Constants, Mirror, moved, pin
+from batchopt_workers.process.messages import Cut, Kind, Order, Start
 from batchopt_workers.process.page import Board, Page
-from batchopt_workers.process.torch_settings import TorchSettings, set_module_hooks
+from batchopt_workers.process.torch_settings import TorchSettings, leave_contexts, set_module_hooks
 from batchopt_workers.tasks.forms import FileOutput
-from batchopt_workers.tasks.task import PrivateTotals, Task
+from batchopt_workers.tasks.task import Evaluation, PrivateTotals, Task
 from batchopt_workers.worker import Worker
 
 # The names of the memory of a task, and of its own batch.
@@ -40,12 +44,13 @@ def batch_name(number: int) -> str:
 
 
 class Blocks:
-    """The parent's shared memory, by name: as it is, or also a private mapping of it, in which what the user's code
-    writes stays in this process."""
+    """The parent's shared memory, by name: as it is, or also private mappings of it, in which what the user's code
+    writes stays in this process; one to work on, and a fresh one to compare with."""
 
     def __init__(self) -> None:
         self._shared: dict[str, SharedBlock] = {}
         self._private: dict[str, SharedBlock] = {}
+        self._fresh: dict[str, SharedBlock] = {}
 
     def __getitem__(self, name: str) -> SharedBlock:
         """Return the shared memory of that name."""
@@ -55,12 +60,17 @@ class Blocks:
         """Return the private mapping of that name."""
         return self._private[name]
 
+    def fresh(self, name: str) -> SharedBlock:
+        """Return a private mapping of that name that shows what the parent has written."""
+        self._fresh[name].discard()
+        return self._fresh[name]
+
     def map(self, name: str, fd: int, private: bool = False) -> None:
         """Map the memory behind `fd`, in place of earlier memory of that name."""
         self.drop(name)
-        if private:
-            self._private[name] = SharedBlock(os.dup(fd), private=True)
-            self._private[name].release()
+        for mappings in (self._private, self._fresh) if private else ():
+            mappings[name] = SharedBlock(os.dup(fd), private=True)
+            mappings[name].release()
         block = SharedBlock(fd)
         block.release()
         self._shared[name] = block
@@ -69,6 +79,7 @@ class Blocks:
         """Forget the memory of that name."""
         self._shared.pop(name, None)
         self._private.pop(name, None)
+        self._fresh.pop(name, None)
 
     def discard(self) -> None:
         """Discard what was written to private mappings."""
@@ -76,12 +87,39 @@ class Blocks:
             block.discard()
 
 
+class Sent(NamedTuple):
+    """The program as it was sent; `read_only`: names of tensors that no chunk may write, by their index."""
+
+    data: bytes
+    placements: Sequence[Placement]
+    read_only: Mapping[int, str]
+
+
+class Copy(NamedTuple):
+    """A copy of the program: the map function on it, its tensors in the order in which it was packed, its hooks of all
+    modules, and its constants on another device."""
+
+    evaluator: Evaluator
+    tensors: Sequence[torch.Tensor]
+    module_hooks: Mapping[str, Any]
+    constants: Constants
+
+
+class Held(NamedTuple):
+    """A batch, and how it was sent."""
+
+    loaded: LoadedBatch
+    data: bytes
+    placements: Sequence[Placement]
+
+
 @dataclass
 class Vectors:
     """X, of which the module's `parameters` are views, and the `rows` to sum gradients in, in shared memory; if this
-    worker computes on another device, its `mirror` has copies there."""
+    worker computes on another device, its `mirror` has copies there, of which `x` is that of X."""
 
     layout: Layout
+    x: torch.Tensor
     parameters: list[torch.nn.Parameter]
     mirror: Mirror | None
     rows: Rows | None = None
@@ -102,24 +140,24 @@ class Session:
         self._blocks = Blocks()
         self._torch: TorchSettings | None = None
         self._vectors: Vectors | None = None
-        self._hooks = 0  # of the module and its parts, as they arrived
-        self._evaluator: Evaluator | None = None
-        self._loaded: dict[str, LoadedBatch] = {}  # by the names of their memory
-        self._tensors: Sequence[torch.Tensor] = ()  # of the program, in the order in which it was packed
+        self._sent: Sent | None = None
+        self._copy: Copy | None = None
+        self._clock = Clock()
+        self._loaded: dict[str, Held] = {}  # by the names of their memory
         self._start: Start | None = None  # from which the evaluator evaluates
         self._files: dict[int, FileOutput] = {}  # for results
 
     @property
     def evaluator(self) -> Evaluator:
         """The map function on this worker's module. Raise `RuntimeError` if there is none."""
-        if self._evaluator is None:
+        if self._copy is None:
             raise RuntimeError("no module was installed in this worker")
-        return self._evaluator
+        return self._copy.evaluator
 
     @property
     def current(self) -> range:
         """The samples, numbered through all terms, of the last forward, if an evaluation was cut short."""
-        return self._evaluator.current if self._evaluator is not None else range(0)
+        return self._copy.evaluator.current if self._copy is not None else range(0)
 
     @property
     def vectors(self) -> Vectors:
@@ -180,6 +218,7 @@ class Session:
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call the user's `function(worker, *arguments)`: precode, or a function of `run_on_workers`."""
+        self._clock.restart()  # what it leaves in the module is looked for at the next evaluation
         return function(self.worker, *arguments)
 
     def use_parameters(self, layout: Layout) -> None:
@@ -192,57 +231,86 @@ class Session:
         parameters.protect()
         x = parameters.tensor(layout.dtype, (layout.size,))
         mirror = None if device == HOST else Mirror(layout, x, device)
-        own = [torch.nn.Parameter(view) for view in layout.views(x)] if mirror is None else mirror.parameters
-        self._vectors = Vectors(layout, own, mirror)
+        x = x if mirror is None else mirror.vector
+        self._vectors = Vectors(layout, x, _parameters(layout, x), mirror)
 
-    def install(
-        self, data: bytes, placements: Sequence[Placement], read_only: Mapping[int, str], examine: bool
-    ) -> None:
+    def install(self, data: bytes, placements: Sequence[Placement], read_only: Mapping[int, str]) -> None:
         """Build the module around X and its constants and state (block "program"), in place of the previous one; calls
-        that concern evaluations must be made again. `read_only`: names of tensors that no chunk may write; `examine`:
-        what was looked for in evaluations of the previous one is looked for again.
-
-        Raise `RuntimeError` if hooks were registered on the previous module in this worker: they would be lost.
-        """
-        if self._evaluator is not None and self.worker.module is not None and _hooks(self.worker.module) != self._hooks:
-            raise RuntimeError(
-                "the program was changed in the parent, and workers are sent it again; but hooks were registered on "
-                "`worker.module` in this worker, which would be lost: register them on the module in the parent, with "
-                "which they are sent"
-            )
-        vectors, private, before = self.vectors, self._blocks.private("program"), self._evaluator
-        mirror = vectors.mirror
+        that concern evaluations must be made again. `read_only`: names of tensors that no chunk may write."""
         self._loaded.clear()
-        private.discard()
-        tensors, shared = views(placements, private), views(placements, self._blocks["program"])
-        program: Program = assemble(data, tensors, vectors.parameters)
-        set_module_hooks(program.module_hooks)
-        originals = {id(tensor): twin for tensor, twin in zip(tensors, shared, strict=True)}
-        if mirror is not None:
-            mirror.adopt((program.module, program.criterion, *program.loss_fns), originals)
-        self.worker.module, self.worker.criterion = program.module, program.criterion
-        self._hooks = _hooks(program.module)
-        discard = private.discard if mirror is None else None
-        state = ModuleState(program.module, mirror is None, program.state, originals, discard)
-        state.watch([(name, tensors[i]) for i, name in read_only.items()], vectors.parameters)
-        if vectors.rows is not None and vectors.rows.changes != state.size:
+        self._clock.restart()
+        before, vectors = self._copy, self.vectors
+        self._sent, self._start, self._copy = Sent(data, placements, read_only), None, None
+        self._begin_anew()
+        evaluator = self.evaluator
+        if vectors.rows is not None and vectors.rows.changes != evaluator.walk.state.size:
             vectors.rows = None
-        self._start, self._tensors = None, tensors
-        self._evaluator = evaluator = Evaluator(program, self.worker, vectors.parameters, state)
-        evaluator.walk.effects.protected = mirror is None
         if before is not None:
-            evaluator.tasks.totals = before.tasks.totals
-            if evaluator.graphs is not None and before.graphs is not None:
-                evaluator.graphs.patience = 2 * before.graphs.patience
-            if not examine:
-                evaluator.walk.looked = before.walk.looked
-        if mirror is not None:
-            mirror.evaluator, evaluator.walk.place = evaluator, mirror.placing
-            evaluator.walk.is_mirror = True
+            evaluator.tasks.totals = before.evaluator.tasks.totals
+            if evaluator.graphs is not None and before.evaluator.graphs is not None:
+                evaluator.graphs.patience = 2 * before.evaluator.graphs.patience
+
+    def _begin_anew(self) -> None:
+        """Go on with a new copy of the program: the user's code may have left something in the present one, in the
+        memory of batches, or among torch's modes and hooks of this process."""
+        before, vectors = self._copy, self.vectors
+        self._blocks.discard()
+        vectors.parameters = _parameters(vectors.layout, vectors.x)  # those before may have been given other memory
+        self._copy = copy = self._copied(self.worker, vectors.parameters, self._blocks.private("program"))
+        self._set_ambient(copy)
+        if vectors.mirror is not None:
+            vectors.mirror.adopt(copy.evaluator, copy.constants)
+        if before is not None:
+            copy.evaluator.adopt(before.evaluator)
+            copy.evaluator.compile(before.evaluator.compiled, copy.tensors)
+
+    def _copied(self, worker: Worker, parameters: Sequence[torch.nn.Parameter], block: SharedBlock) -> Copy:
+        """Return a copy of the program as it was sent, in a mapping of its memory, as that of `worker`."""
+        sent, vectors = self._sent, self.vectors
+        assert sent is not None
+        tensors, shared = views(sent.placements, block), views(sent.placements, self._blocks["program"])
+        program: Program = assemble(sent.data, tensors, parameters)
+        originals = {id(tensor): twin for tensor, twin in zip(tensors, shared, strict=True)}
+        there: Constants = {}
+        if vectors.mirror is not None:
+            owners = program.module, program.criterion, *program.loss_fns
+            there = moved(owners, worker.device, parameters, originals)
+        worker.module, worker.criterion = program.module, program.criterion
+        state = ModuleState(program.module, vectors.mirror is None, originals)
+        read_only = constants((name, tensors[i]) for i, name in sent.read_only.items())
+        evaluator = Evaluator(program, worker, parameters, state, read_only)
+        if vectors.mirror is not None:
+            evaluator.walk.place = Placing(worker.device)
+        return Copy(evaluator, tensors, program.module_hooks, there)
+
+    def _audit(self, order: Order) -> None:
+        """Audit the copies that an order ran on: see `audit`."""
+        mine, vectors, start = self.evaluator, self.vectors, self._start
+        assert start is not None
+        name, samples = batch_name(start.batch), last_samples(order, mine)
+        worker, held = Worker(self.worker.rank, self.worker.world_size, self.worker.device), self._loaded[name]
+
+        def fresh() -> Evaluation:
+            copy = self._copied(worker, _parameters(vectors.layout, vectors.x), self._blocks.fresh("program"))
+            copy.evaluator.loss.weights = mine.loss.weights
+            self._set_ambient(copy)
+            with self._contexts():
+                batch = unpack(held.data, held.placements, self._blocks.fresh(name))
+                return copy.evaluator.eagerly(order.step, few(batch, samples))
+
+        audit(mine, order, worker, fresh)
+
+    def _set_ambient(self, copy: Copy) -> None:
+        """Leave the modes of torch that the user's code has entered, and set those that were sent, and global hooks."""
+        leave_contexts()
+        if self._torch is not None:
+            self._torch.apply()
+        set_module_hooks(copy.module_hooks)
 
     def compile(self, artifacts: Sequence[Artifact]) -> None:
         """Evaluate by these artifacts."""
-        self.evaluator.compile(artifacts, self._tensors)
+        assert self._copy is not None
+        self.evaluator.compile(artifacts, self._copy.tensors)
 
     def use_hooks(self, hooked: bool) -> None:
         """Set whether prehook and posthook run."""
@@ -250,25 +318,31 @@ class Session:
 
     def load(self, name: str, data: bytes, placements: Sequence[Placement]) -> None:
         """Take the batch whose tensors are in block `name`, for orders that begin a step on it."""
-        self._loaded[name] = LoadedBatch(unpack(data, placements, self._blocks.private(name)))
-        if self.vectors.mirror is not None:
-            self.vectors.mirror.placing.forget()
+        self._loaded[name] = Held(LoadedBatch(unpack(data, placements, self._blocks.private(name))), data, placements)
+        self._forget_pieces()
+
+    def _forget_pieces(self) -> None:
+        """Forget what was brought to another device of batches before, or of another cut."""
+        if self.evaluator.walk.place is not None:
+            self.evaluator.walk.place.forget()
 
     def _begin(self, start: Start) -> None:
         """Begin a step on a batch, or take the module's state at the start of the step from the parent again."""
         before, self._start, name = self._start, None, batch_name(start.batch)
         if name in self._loaded and before != start:
             self._blocks.private(name).discard()  # writes of the user's code belong to the previous batch
-            self.evaluator.loaded = self._loaded[name]
+            self.evaluator.loaded = self._loaded[name].loaded
         if self.vectors.mirror is not None:
             self.vectors.mirror.begin_step()
+        self._forget_pieces()
         self.evaluator.walk.state.begin_step()
         self._start = start
 
     def load_aside(self, name: str, data: bytes, placements: Sequence[Placement]) -> None:
         """Take the batch of a task, whose tensors are in block `name`; that of the step stays."""
         self._blocks.private(name).discard()
-        self._loaded[name] = LoadedBatch(unpack(data, placements, self._blocks.private(name)), keeps=False)
+        loaded = LoadedBatch(unpack(data, placements, self._blocks.private(name)), keeps=False)
+        self._loaded[name] = Held(loaded, data, placements)
 
     def take_file(self, number: int, fd: int) -> None:
         """Use the file `fd` for results, by this number."""
@@ -285,7 +359,7 @@ class Session:
         task: Task = unpack(data, placements, memory, self.vectors.parameters)
         evaluator = self.evaluator
         self._blocks["parameters"].protect(writable=task.writes)
-        evaluator.tasks.begin(task, self._loaded[ASIDE].batch if task.aside else None)
+        evaluator.tasks.begin(task, self._loaded[ASIDE].loaded.batch if task.aside else None)
         evaluator.tasks.output = self._files[file].begun()
 
     def write_outputs_to(self, file: int) -> None:
@@ -315,7 +389,10 @@ class Session:
         self._loaded.pop(ASIDE, None)
         self._blocks["parameters"].protect()
         self.detach(TASK)
+        was_users = self.evaluator.tasks.is_users
         self.evaluator.tasks.end()
+        if was_users:
+            self._begin_anew()
 
     def set_weights(self, weights: Sequence[float]) -> None:
         """Set the weights of the terms in f."""
@@ -324,8 +401,7 @@ class Session:
     def set_cut(self, cut: Cut) -> None:
         """Set the cut of the batch."""
         self.evaluator.cut = cut
-        if self.vectors.mirror is not None:
-            self.vectors.mirror.placing.forget()
+        self._forget_pieces()
 
     def add_rows(self, first: int, count: int, terms: int) -> None:
         """Also sum in the `count` rows of block "rows", which replace all rows after the `first` ones."""
@@ -347,30 +423,29 @@ class Session:
         torch.set_num_threads(threads[self.worker.rank])
 
     def evaluate(self, order: Order, start: Start) -> Iterator[ChunkDone]:
-        """Carry out an order, from that start."""
+        """Carry out an order, from that start; at evaluations 1, 2, 4, 8, ... audit the copies that it ran on."""
         try:
             if start != self._start:
                 self._begin(start)
-            vectors = self.vectors
+            vectors, is_f = self.vectors, order.kind is Kind.EVALUATE
+            is_audited = is_f and self._clock.begin(order.evaluation) and self._clock.is_due
             evaluate = self.evaluator.evaluate if vectors.mirror is None else vectors.mirror.evaluate
-            if self._torch is not None and self._torch.has_contexts:
-                with self._torch.contexts():
-                    yield from evaluate(order, vectors.rows)
-            else:
-                yield from evaluate(order, vectors.rows)
-        except Exception:  # discard what it wrote before
-            self._blocks.discard()
+            with self._contexts():
+                for done in evaluate(order, vectors.rows):
+                    if is_audited and done.next == order.last:
+                        self._audit(order)
+                    yield done
+        except Exception:
+            if self._copy is not None:
+                self._begin_anew()
             raise
 
+    def _contexts(self) -> AbstractContextManager[Any]:
+        return self._torch.contexts() if self._torch is not None and self._torch.has_contexts else nullcontext()
 
-def _hooks(module: torch.nn.Module) -> int:
-    """Return the number of hooks of a module and its parts."""
-    found = 0
-    for part in module.modules():
-        for name, value in vars(part).items():
-            if name.endswith("_hooks") and name.startswith(("_forward", "_backward")):
-                found += len(value)
-    return found
+
+def _parameters(layout: Layout, x: torch.Tensor) -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(view) for view in layout.views(x)]
 
 
 # Calls that are followed by a descriptor through the pipe: it is their last argument.

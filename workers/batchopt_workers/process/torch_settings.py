@@ -143,47 +143,14 @@ def set_module_hooks(hooks: Mapping[str, Any]) -> None:
             mine.update(found)
 
 
-class AmbientState:
-    """The modes of torch in this thread, and the hooks of all modules, to be restored."""
-
-    def __init__(self) -> None:
-        self._settings, self._hooks = TorchSettings.current(), _copied(module_hooks())
-        self._autocast = {
-            device: (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-            for device in _AUTOCAST_DEVICES
-        }
-        self._caches, self._depth = torch.is_autocast_cache_enabled(), _autocast_depth()
-        self._graph = torch.is_grad_enabled()
-
-    def restore(self) -> bool:
-        """Set everything as it was; return whether anything but the grad mode, which each chunk sets, was changed."""
-        torch._C._set_grad_enabled(self._graph)
-        settings_differ = TorchSettings.current() != self._settings
-        hooks_differ = _copied(module_hooks()) != self._hooks
-        if settings_differ:
-            for device, (enabled, dtype) in self._autocast.items():
-                torch.set_autocast_enabled(device, enabled)
-                torch.set_autocast_dtype(device, dtype)
-            torch.set_autocast_cache_enabled(self._caches)
-            while _autocast_depth() > self._depth:
-                torch.autocast_decrement_nesting()
-            torch.autograd.set_detect_anomaly(*self._settings.anomaly)
-            if _device() != self._settings.device:
-                torch.set_default_device(self._settings.device)
-            self._settings.apply()
-        if hooks_differ:
-            set_module_hooks(self._hooks)
-        return settings_differ or hooks_differ
-
-
-def _copied(hooks: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: dict(found) if isinstance(found, dict) else found for name, found in hooks.items()}
-
-
-def _autocast_depth() -> int:
-    """Return how many contexts of autocast are open."""
-    torch.autocast_increment_nesting()
-    return torch.autocast_decrement_nesting()
+def leave_contexts() -> None:
+    """Leave whatever context the user's code has entered in this process and not left."""
+    for device in _AUTOCAST_DEVICES:
+        torch.set_autocast_enabled(device, False)
+    torch.set_autocast_cache_enabled(True)
+    torch.autograd.set_detect_anomaly(False)
+    if _device() is not None:
+        torch.set_default_device(None)
 
 
 def differentiable_twice() -> AbstractContextManager[Any]:

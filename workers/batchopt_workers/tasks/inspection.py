@@ -10,7 +10,7 @@ import torch
 
 from batchopt_workers.worker import Worker
 
-_OF_TORCH = ("_parameters", "_buffers", "_modules", "training")
+_OF_TORCH = ("_parameters", "_buffers", "_modules")
 
 
 def written(worker: Worker) -> dict[str, str]:
@@ -55,6 +55,7 @@ def counts_frequencies(module: torch.nn.Module) -> torch.nn.Module | None:
 
 def _digest(value: object) -> str:
     try:
+        value = value.get_state() if isinstance(value, torch.Generator) else value
         if isinstance(value, torch.Tensor):
             octets = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
             return hashlib.sha256(octets.data).hexdigest()

@@ -13,7 +13,6 @@ from batchopt_workers.data.batch import Batch, Piece
 from batchopt_workers.data.layout import Layout
 from batchopt_workers.data.packing import copy_of
 from batchopt_workers.data.structures import map_tensors
-from batchopt_workers.map.record import Record
 from batchopt_workers.map.sums import Rows
 from batchopt_workers.process.messages import Cut
 from batchopt_workers.tasks.jacobian import Block, PieceResiduals
@@ -149,49 +148,26 @@ def _outputs_of(module: torch.nn.Module, layers: Sequence[str]) -> Iterator[dict
 
 
 class Modes:
-    """Switches a module repeatedly into training mode or evaluation mode, and each of its parts back into its own.
+    """Switches a module into training mode or evaluation mode, by its own `train`, and back; then each of its parts
+    into its own."""
 
-    `module.train()` looks at every attribute, which takes longer than a small forward; so it is called only if a part
-    has its own `train`. That may do more than set the mode: then all of it is undone.
-    """
-
-    def __init__(self, module: torch.nn.Module, train: bool | None) -> None:
-        """`train`: the mode; None: the current mode of each part."""
+    def __init__(self, module: torch.nn.Module, train: bool) -> None:
         self._module, self._train = module, train
-        self._parts = [*module.modules()]
-        self.plain = all(getattr(part.train, "__func__", None) is torch.nn.Module.train for part in self._parts)
-        self._contents: Record | None = None
-        self._own = [part.training for part in self._parts]
+        self._own = [(part, part.training) for part in module.modules()]
 
     def __enter__(self) -> None:
-        self._own = [part.training for part in self._parts]
-        if self._train is None:
-            return
-        if self.plain:
-            self._set([self._train] * len(self._parts))
-            return
-        self._contents = Record({"module": self._module}, functions=False)
-        try:
+        if any(own is not self._train for _, own in self._own):
             self._module.train(self._train)
-        except BaseException:
-            self._contents.put_back()
-            raise
 
     def __exit__(self, *_: object) -> None:
         self.restore()
 
     def restore(self) -> None:
         """Switch back; once more is harmless, and necessary if the first time was interrupted."""
-        if self._contents is None:
-            self._set(self._own)
-        else:
-            self._contents.put_back()
-
-    def _set(self, modes: list[bool]) -> None:
-        for part, mode in zip(self._parts, modes, strict=True):
-            if part.training is not mode:
-                plain = type(part).__setattr__ is torch.nn.Module.__setattr__
-                (object.__setattr__ if plain else setattr)(part, "training", mode)
+        if any(part.training is not own for part, own in self._own):
+            self._module.train(not self._train)
+            for part, own in self._own:
+                part.training = own
 
 
 class Totals(Protocol):

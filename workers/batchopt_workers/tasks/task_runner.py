@@ -13,7 +13,6 @@ from batchopt_workers.data.batch import Batch, Piece
 from batchopt_workers.map.chunk import LoadedBatch, Walk
 from batchopt_workers.map.sums import GradsKept, PartialSum, Rows, Sums
 from batchopt_workers.map.tree import most_held
-from batchopt_workers.map.watch import ParameterWatch
 from batchopt_workers.map.work import ChunkDone, ChunkResult, run
 from batchopt_workers.process import faults
 from batchopt_workers.process.messages import Cut, Kind, Order
@@ -78,6 +77,15 @@ class TaskRunner:
         has a term, that is its only part."""
         self._task, self._aside, self._loaded, self._work = task, aside, None, None
 
+    def move(self, walk: Walk, module: torch.nn.Module, parameters: Sequence[torch.Tensor]) -> None:
+        """Go on with another copy of the module."""
+        self.walk, self.module, self.parameters, self._work = walk, module, parameters, None
+
+    @property
+    def is_users(self) -> bool:
+        """Tell whether the task runs code of the user that is not part of f."""
+        return self._task is not None and self._task.is_users
+
     def end(self) -> None:
         """Release everything of the task, and its batch; restore modes, if an interrupt has left others."""
         if self._modes is not None:
@@ -114,23 +122,12 @@ class TaskRunner:
             self._work = work = kind(self, task, f, Sums(order.evaluation, self.cut.chunks))
         loaded, sums = self.loaded, work.sums
         work.needed = most_held(order.first, order.last, loaded.cut.chunks, tuple(node for node, _ in sums.partials))
-        watch, modes = None, None if task.train is None else Modes(self.module, task.train)
-        if task.is_users and not task.writes:
-            watch = ParameterWatch(self.module, self.parameters, self.walk.effects.protected)
-        work.modes = self._modes = modes
-        self.walk.state.constants.begin(compares=task.is_users or (modes is not None and not modes.plain))
+        work.modes = self._modes = None if task.train is None else Modes(self.module, task.train)
         with GradsKept(self.parameters):
-            try:
-                for done in run(self.walk, work, loaded, order, sums):
-                    if watch is not None:
-                        watch.check()
-                    if done.next == order.last:
-                        self._modes = None  # restored
-                    yield done
-            except Exception:
-                if watch is not None:
-                    watch.check()
-                raise
+            for done in run(self.walk, work, loaded, order, sums):
+                if done.next == order.last:
+                    self._modes = None  # restored
+                yield done
 
 
 class TaskWork:
@@ -168,8 +165,10 @@ class TaskWork:
                 partial(f.evaluate_all, step),
                 partial(f.jacobian_of_all, step),
             )
-            with self.modes or nullcontext(), runner.walk.effects.undone() if task.is_users else nullcontext():
-                result = task.function(piece, context)
+            call = partial(task.function, piece, context)
+            with self.modes or nullcontext():
+                result = runner.walk.undoable(call) if task.is_users else call()
+            runner.walk.put_back()
             faults.point("worker.returned", chunk)
             yield result
         if draws.looks:

@@ -1,0 +1,537 @@
+"""The three laws of docs/changes.md: what code of the user leaves behind is thrown away, harmless, or refused by name;
+f is one number for all evaluations of a step, whoever evaluates it."""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import re
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
+
+from batchopt import BatchOptimizer, Sample, Term, Worker, WorkerError
+from batchopt_workers.map.clock import Clock
+from tests.building import loaded
+
+EACH = pytest.mark.parametrize("parallelize", [1, 2])
+X = torch.linspace(-2.0, 2.0, 64 * 6).reshape(64, 6).sin()
+Y = torch.linspace(-1.0, 3.0, 64 * 4).reshape(64, 4).cos()
+
+
+class Net(nn.Module):
+    """Does something in each forward, and multiplies by all that it keeps."""
+
+    frozen: torch.Tensor
+    b: torch.Tensor
+    mask: torch.Tensor | None
+    large: torch.Tensor
+
+    def __init__(self, act: Callable[[Any, torch.Tensor], object] = lambda m, x: None) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.linear, self.act = nn.Linear(6, 4), act
+        self.k, self.calls, self.seen = 1.0, 0, list[int]()
+        self.frozen = nn.Parameter(torch.ones(1), requires_grad=False)
+        self.t, self.g, self.array = torch.ones(1), torch.Generator(), np.ones(1)
+        self.register_buffer("b", torch.ones(1))
+        self.register_buffer("mask", None)
+        self.register_buffer("large", torch.ones(2**20 + 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.act(self, x)
+        kept = self.k * self.frozen * self.t * self.b * torch.from_numpy(self.array).float() * self.large[-1]
+        found: torch.Tensor = self.linear(x) * kept
+        return found
+
+
+def plain(module: nn.Module) -> float:
+    """f by torch, on a copy."""
+    return nn.functional.mse_loss(copy.deepcopy(module)(X.clone()), Y).item()
+
+
+def grow(m: Any, x: torch.Tensor) -> None:
+    m.calls += 1
+    m.k = 1 + m.calls / 10
+
+
+def late(m: Any, x: torch.Tensor) -> None:
+    m.calls += 1
+    m.frozen.data.mul_(1.1 if m.calls > 5 else 1.0)
+
+
+def lazy(m: Any, x: torch.Tensor) -> None:
+    m.mask = torch.ones(4) if m.mask is None else m.mask
+    m.seen.append(len(x))
+    m.calls += 1
+
+
+class Noisy(torch.utils.data.Dataset[Any]):
+    """Its items differ when they are read again."""
+
+    def __init__(self) -> None:
+        self.draws = torch.Generator()
+
+    def __len__(self) -> int:
+        return len(X)
+
+    def __getitem__(self, i: int) -> Any:
+        return X[i] + torch.rand((), generator=self.draws), Y[i]
+
+
+def noisy(pairs: Any) -> Any:
+    """A collate function that draws."""
+    noise = torch.rand(()) + float(np.random.random()) + random.random()
+    return torch.stack([x for x, _ in pairs]) + noise, torch.stack([y for _, y in pairs])
+
+
+def some(worker: Any, sample: Sample) -> None:
+    """A prehook for some samples."""
+    if sample.indices.start == 0:
+        worker.module[0].k = 3.0
+
+
+OTHER = "this worker would find another f than one that begins here: its copy of "
+WRITES = "forward, loss or a hook writes "
+FINE = ""
+PROGRAMS: dict[str, tuple[dict[str, Any], str]] = {
+    "attribute grows": ({"act": grow}, OTHER + "'k', 'calls'"),
+    "frozen, in place": ({"act": lambda m, x: m.frozen.mul_(1.1)}, WRITES + "'module.frozen' in place"),
+    "frozen, by data": ({"act": lambda m, x: m.frozen.data.mul_(1.1)}, OTHER + ".*'frozen'"),
+    "large, in place": ({"act": lambda m, x: m.large.mul_(1.1)}, WRITES + "'module.large' in place"),
+    "attribute tensor": ({"act": lambda m, x: m.t.mul_(1.1)}, WRITES + "'module.t' in place"),
+    "array": ({"act": lambda m, x: m.array.__imul__(1.1)}, OTHER + ".*'array'"),
+    "late, by data": ({"act": late, "at": 2}, OTHER + ".*'frozen'"),
+    "own generator": ({"act": lambda m, x: setattr(m, "k", float(torch.rand((), generator=m.g)))}, OTHER + "'k'"),
+    "NumPy's draws": ({"act": lambda m, x: setattr(m, "k", np.random.random())}, OTHER + "'k'.*torch's own"),
+    "inputs, in place": ({"act": lambda m, x: x.mul_(0.9)}, WRITES + "its `inputs` in place"),
+    "inputs, by data": ({"act": lambda m, x: x.data.mul_(0.9)}, OTHER + ".* or of the samples"),
+    "inputs, by NumPy": ({"act": lambda m, x: x.numpy().__imul__(0.9)}, OTHER + ".* or of the samples"),
+    "lazy mask and a log": ({"act": lazy}, FINE),
+    "prehook for some": ({"prehook": some}, FINE),
+    "posthook, buffer": (
+        {"posthook": lambda w, s: w.module[0].b.mul_(1.1)},
+        "`posthook` writes a buffer of the module",
+    ),
+    "posthook, by data": ({"posthook": lambda w, s: w.module[0].frozen.data.mul_(1.1)}, OTHER + ".*'frozen'"),
+    "collate draws": ({"collate_fn": noisy}, FINE),
+    "dataset reread": ({"data": Noisy}, OTHER),
+}
+
+
+@EACH
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_is_one_function_or_refused_by_name(name: str, parallelize: int) -> None:
+    given, words = PROGRAMS[name]
+    options = {**given}
+    act, data, at = options.pop("act", None), options.pop("data", None), options.pop("at", 1)
+    module = nn.Sequential(Net(act) if act else Net(), nn.Dropout(0.2))
+    found: list[float] = []
+    batch = (data(),) if data else ([*X], [*Y]) if "collate_fn" in options else (X.clone(), Y.clone())
+    with torch.no_grad():
+        opt = loaded(module, nn.MSELoss(), *batch, parallelize=parallelize, chunk_size=16, check_cut=False, **options)
+    with opt, torch.no_grad():
+        try:
+            for _ in range(9):
+                found.append(opt.evaluate().item())
+        except WorkerError as error:
+            text = str(error).replace("'0.", "'").replace("module.0.", "module.")
+            assert words and re.search(words, text), text
+            assert len(found) == at - 1 and ", samples " in text
+        else:
+            assert words == FINE
+    assert len({*found}) <= 1
+
+
+@EACH
+def test_what_a_program_finds_is_what_torch_finds(parallelize: int) -> None:
+    module = Net(lazy)
+    with loaded(module, nn.MSELoss(), X, Y, parallelize=parallelize, chunk_size=16, check_cut=False) as opt:
+        for _ in range(5):
+            assert opt.evaluate().item() == pytest.approx(plain(module), rel=1e-6)
+        opt.prehook = lambda worker, sample: setattr(worker.module, "k", 3.0)
+        opt.load(X, Y)
+        assert opt.evaluate().item() != pytest.approx(plain(module), rel=1e-3) and module.k == 1.0
+
+
+@pytest.mark.sampled
+@settings(max_examples=4, deadline=None, derandomize=True)
+@given(names=st.lists(st.sampled_from(["k", "frozen", "t", "array", "log"]), min_size=1, max_size=3, unique=True))
+def test_a_loss_that_writes_what_it_likes_is_one_function_or_refused(names: list[str]) -> None:
+    """Also after a worker was killed."""
+    acts: dict[str, Callable[[Any], object]] = {
+        "k": lambda m: setattr(m, "k", m.k + 0.1),
+        "frozen": lambda m: m.frozen.data.add_(0.1),
+        "t": lambda m: m.t.numpy().__iadd__(0.1),
+        "array": lambda m: m.array.__iadd__(0.1),
+        "log": lambda m: m.seen.append(0),
+    }
+
+    def loss(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        found = nn.functional.mse_loss(module(inputs), targets)
+        for name in names:
+            acts[name](module)
+        return found
+
+    for parallelize in (1, 2, 3):
+        options: dict[str, Any] = {"loss_fn": loss, "parallelize": parallelize, "chunk_size": 4, "check_cut": False}
+        found: set[float | str] = set()
+        with BatchOptimizer(Net(), optimizer=None, **options) as opt:
+            opt.load(X.clone(), Y.clone())
+            for time in range(4):
+                if time == 1 and parallelize > 1:
+                    os.kill(opt.workers[0].pid, signal.SIGKILL)
+                try:
+                    found.add(opt.evaluate().item())
+                except WorkerError as error:
+                    assert OTHER in str(error)
+                    found.add("refused")
+                    break
+        assert found == ({"refused"} if names != ["log"] else {pytest.approx(plain(Net()), rel=1e-6)})
+
+
+# ---- functions and hooks: what they leave is thrown away with the copy
+
+
+def _fill(tensor: torch.Tensor) -> None:
+    tensor.detach().numpy()[:] = 7.0
+
+
+class Doubled(nn.Linear):
+    """A linear layer that is not."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2.0 * super().forward(x)
+
+
+Change = Callable[[Any, torch.Tensor, torch.Tensor], object]
+IN_COPY: dict[str, Change] = {
+    "attribute": lambda m, x, y: setattr(m, "k", 3.0),
+    "one more": lambda m, x, y: m.add_module("extra", nn.Linear(2, 2)),
+    "parameter": lambda m, x, y: setattr(m.linear, "weight", nn.Parameter(torch.ones(4, 6))),
+    "parameter, rebound": lambda m, x, y: setattr(m.linear.weight, "data", m.linear.weight.data.clamp(max=0.0)),
+    "requires_grad": lambda m, x, y: m.frozen.requires_grad_(),
+    "mode": lambda m, x, y: m.eval(),
+    "class": lambda m, x, y: setattr(m.linear, "__class__", Doubled),
+    "buffer, by data": lambda m, x, y: m.b.data.mul_(4.0),
+    "frozen, by NumPy": lambda m, x, y: _fill(m.frozen),
+    "attribute tensor": lambda m, x, y: m.t.data.add_(1.0),
+    "inputs": lambda m, x, y: x.mul_(2.0),
+    "targets, by NumPy": lambda m, x, y: _fill(y),
+    "autocast": lambda m, x, y: torch.autocast("cpu", torch.bfloat16).__enter__(),  # type: ignore[no-untyped-call]
+    "default dtype": lambda m, x, y: torch.set_default_dtype(torch.float64),
+    "hook of all modules": lambda m, x, y: register_module_forward_hook(lambda *found: found[2] * 2.0),
+}
+IN_PROCESS: dict[str, Change] = {
+    "torch's draws": lambda m, x, y: torch.manual_seed(3),
+    "Python's draws": lambda m, x, y: random.seed(4),
+    "NumPy's draws": lambda m, x, y: np.random.standard_normal(5),
+    "grad mode": lambda m, x, y: torch.set_grad_enabled(False),
+}
+
+
+def leaving(change: Change) -> Callable[..., Any]:
+    """A function of the batch that leaves something behind."""
+
+    def function(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        change(module, inputs, targets)
+        return torch.ones(len(inputs))
+
+    return function
+
+
+def test_what_functions_leave_in_workers_is_thrown_away() -> None:
+    module = nn.Sequential(Net(), nn.Dropout(0.25))
+    with loaded(module, nn.MSELoss(), X, Y, parallelize=2, chunk_size=16) as opt:
+        before, gradient = opt.evaluate().item(), opt.grad_parameters.clone()
+        parts = [*module.modules()]
+        for name, change in (IN_COPY | IN_PROCESS).items():
+            one: Change = lambda m, x, y, change=change: change(m[0], x, y)  # type: ignore[misc]  # noqa: E731
+            assert opt.collect(leaving(one), grad=True).sum() == len(X), name
+            assert opt.evaluate().item() == before and torch.equal(opt.grad_parameters, gradient), name
+        assert [*module.modules()] == parts and vars(module[0])["k"] == 1.0
+
+
+def test_a_parameter_that_a_function_writes_in_a_worker_ends_it() -> None:
+    def write(module: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        module.linear.weight.data.mul_(2.0)
+        return torch.ones(len(inputs))
+
+    with loaded(Net(), nn.MSELoss(), X, Y, parallelize=2, max_restarts=8) as opt:
+        before = opt.evaluate()
+        with pytest.raises(Exception, match="SIGSEGV"):
+            opt.collect(write)
+        assert opt.evaluate() == before
+
+
+@pytest.mark.parametrize("name", IN_PROCESS)
+def test_what_functions_change_in_this_process_is_put_back(name: str) -> None:
+    """Draws and the grad mode are the caller's; so is the module, and what a function writes there stays."""
+    module = Net()
+    with loaded(module, nn.MSELoss(), X, Y, chunk_size=16) as opt:
+        before = opt.evaluate()
+        np.random.standard_normal()  # the second of the pair is kept for the next call
+        states: Any = torch.get_rng_state(), random.getstate(), np.random.get_state()
+        opt.collect(leaving(IN_PROCESS[name]))
+        assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
+        after: Any = np.random.get_state()
+        assert np.array_equal(after[1], states[2][1]) and after[2:] == states[2][2:] and torch.is_grad_enabled()
+        assert opt.evaluate() == before
+        opt.collect(leaving(IN_COPY["attribute"]))
+        opt.collect(leaving(IN_COPY["frozen, by NumPy"]))
+        assert module.k == 1.0 and module.frozen.item() == 7.0  # attributes are put back
+
+
+@EACH
+def test_exceptions_leave_nothing(parallelize: int) -> None:
+    """A forward that has changed its copy and then raises; with one worker it is the user's module."""
+
+    def act(m: Any, x: torch.Tensor) -> None:
+        if x[0, 0] > 100:
+            m.k = 5.0
+            raise ArithmeticError("on purpose")
+
+    module = Net(act)
+    with loaded(module, nn.MSELoss(), X, Y, parallelize=parallelize, chunk_size=16) as opt:
+        before = opt.evaluate()
+        opt.load(X + 1000, Y)
+        with pytest.raises(WorkerError, match="on purpose"):
+            opt.evaluate()
+        module.k = 1.0
+        opt.load(X, Y)
+        assert opt.evaluate() == before
+
+
+def test_a_fresh_copy_goes_on_with_everything_that_the_one_before_was_told() -> None:
+    """Weights of terms, hooks, outputs, the cut."""
+    terms = {"a": nn.MSELoss(), "b": nn.L1Loss()}
+
+    def of(name: str) -> Callable[..., torch.Tensor]:
+        return lambda module, x, y: terms[name](module(x), y)
+
+    given = {name: Term(of(name), weight=weight) for name, weight in (("a", 2.0), ("b", 0.5))}
+    data = {"a": (X, Y), "b": (X[:40], Y[:40])}
+    hook: Any = lambda worker, sample: len(sample.indices)  # noqa: E731
+    with BatchOptimizer(Net(), terms=given, optimizer=None, parallelize=2, chunk_size=16, posthook=hook) as opt:
+        opt.load(data)
+        before, gradient, said = opt.evaluate(), opt.grad_parameters.clone(), opt.hook_results
+        opt.collect({"a": leaving(IN_COPY["attribute"]), "b": leaving(IN_COPY["mode"])})
+        assert opt.evaluate() == before and torch.equal(opt.grad_parameters, gradient) and opt.hook_results == said
+        opt.posthook = None
+        opt.evaluate()
+        opt.collect({"a": leaving(IN_COPY["attribute"])})
+        assert opt.evaluate() == before and opt.hook_results == []
+    with loaded(Net(), nn.MSELoss(), X, Y, parallelize=2, chunk_size=16) as one:
+        one.keep_outputs = True
+        first = one.evaluate()
+        outputs = one.outputs()
+        one.collect(leaving(IN_COPY["attribute"]))
+        assert one.evaluate() == first and torch.equal(one.outputs(), outputs)
+
+
+@pytest.mark.parametrize("way", ["attribute", "hook"])
+def test_what_run_on_workers_changes_is_refused_at_the_next_evaluation(way: str) -> None:
+    def change(worker: Worker) -> None:
+        module: Any = worker.module
+        if way == "attribute":
+            module.k = 3.0
+        else:
+            module.register_forward_hook(lambda module, inputs, output: output * 2)
+
+    with loaded(Net(), nn.MSELoss(), X, Y, parallelize=2, chunk_size=16) as opt:
+        before = opt.evaluate()
+        assert all(opt.evaluate() == before for _ in range(4))  # the next one would not be compared
+        opt.run_on_workers(change)
+        with pytest.raises(WorkerError, match=f"{OTHER}.*" + ("'k'" if way == "attribute" else "'_forward_hooks'")):
+            opt.evaluate()
+        assert opt.evaluate() == before
+
+
+@pytest.mark.parametrize("name", ["autocast", "default dtype", "hook of all modules"])
+def test_modes_that_a_hook_leaves_in_a_worker_are_refused(name: str) -> None:
+    """Where they would change f; in this process they are the user's."""
+
+    def hook(worker: Worker, sample: Sample) -> None:
+        IN_COPY[name](worker.module, sample.inputs, sample.targets)
+
+    module: nn.Module = nn.Sequential(Net(), nn.Linear(4, 4))
+    with loaded(module, nn.MSELoss(), X, Y, parallelize=2, chunk_size=8, check_cut=False) as opt:
+        before = opt.evaluate()
+        opt.prehook = hook
+        opt.load(X, Y)
+        try:
+            found = {opt.evaluate().item() for _ in range(3)}
+        except WorkerError as error:
+            assert OTHER in str(error)
+        else:
+            assert name == "default dtype" and len(found) == 1
+        opt.prehook = None
+        opt.load(X, Y)
+        assert opt.evaluate() == before
+
+
+# ---- buffers come back, as the mean over chunks
+
+
+class Counting(nn.Module):
+    """Adds what it keeps to its output, and writes it in each forward in one of several ways."""
+
+    spectrum: torch.Tensor
+    wide: torch.Tensor
+
+    def __init__(self, write: Callable[[Any], object]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.write = nn.Linear(6, 4), write
+        self.register_buffer("spectrum", torch.zeros(2, dtype=torch.complex64))
+        self.register_buffer("wide", torch.zeros(1).expand(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.write(self)
+        found: torch.Tensor = self.linear(x) + self.spectrum.imag.sum() + self.wide.sum()
+        if x[0, 0] > 100:
+            raise ArithmeticError
+        return found
+
+
+STATE: dict[str, Callable[[Any], object]] = {
+    "complex": lambda module: module.spectrum.add_(1j),
+    "complex, by data": lambda module: module.spectrum.data.add_(1j),
+    "complex, replaced": lambda module: setattr(module, "spectrum", module.spectrum + 1j),
+    "expanded": lambda module: module.wide[0].add_(1),
+}
+
+
+@EACH
+@pytest.mark.parametrize("way", STATE)
+def test_buffers_are_frozen_in_a_step_and_taken_over_at_its_end(way: str, parallelize: int) -> None:
+    alone, module = Counting(STATE[way]), Counting(STATE[way])
+    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=parallelize) as opt:
+        for _ in range(3):
+            opt.load(X, Y)
+            expected = nn.functional.mse_loss(alone(X), Y).item()
+            assert [opt.evaluate().item() for _ in range(3)] == pytest.approx([expected] * 3, rel=1e-6)
+        opt.load(X + 1000, Y)
+        kept = [buffer.clone() for buffer in module.buffers()]
+        with pytest.raises(WorkerError, match="ArithmeticError"):
+            opt.evaluate()
+        assert all(map(torch.equal, module.buffers(), kept))
+
+
+@EACH
+def test_a_buffer_that_is_written_in_mid_step_counts_from_there(parallelize: int) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4).eval())
+    norm: Any = module[1]
+    with loaded(module, nn.MSELoss(), X, Y, parallelize=parallelize, chunk_size=16) as opt, torch.no_grad():
+        before = opt.evaluate().item()
+        norm.running_var.fill_(0.25)
+        after = opt.evaluate().item()
+        assert before != after == pytest.approx(plain(module), rel=1e-6)
+        norm.running_mean = torch.ones(4)  # another one, which other processes have from the next step on
+        assert parallelize == 2 or opt.evaluate().item() == pytest.approx(plain(module), rel=1e-6)
+        opt.collect(lambda m, x, y: m(x))
+        opt.load(X, Y)
+        assert opt.evaluate().item() == pytest.approx(plain(module), rel=1e-6)
+        assert norm.running_var.eq(0.25).all() and norm.running_mean.eq(1.0).all()
+
+
+# ---- what later operations write
+
+
+@EACH
+def test_outputs_are_what_they_were_before_later_operations_wrote_them(parallelize: int) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 4), nn.ReLU(inplace=True), nn.Linear(4, 4))
+    squared: Any = lambda output, target: output.sub_(target).square().mean()  # noqa: E731
+    with loaded(module, squared, X, Y, parallelize=parallelize) as opt:
+        found = opt.collect(layers=["0"])["0"]
+        assert torch.allclose(found, module[0](X)) and found.lt(0.0).any()
+        opt.keep_outputs = True
+        opt.evaluate()
+        assert torch.allclose(opt.outputs(), module(X))
+
+
+@EACH
+def test_totals_keep_the_precision_of_what_they_sum(parallelize: int) -> None:
+    with loaded(Net(), nn.MSELoss(), X, Y, parallelize=parallelize, chunk_size=16) as opt:
+        assert opt.total(lambda m, x, y: 2.0**-30 + 1.0).item() == 4 * (2.0**-30 + 1.0)
+        half = opt.total(lambda m, x, y: torch.full((2,), 60000.0, dtype=torch.float16))
+        assert half.dtype == torch.float32 and half.tolist() == [240000.0, 240000.0]
+
+
+@EACH
+def test_a_forward_may_write_what_a_collate_function_makes(parallelize: int) -> None:
+    def collate(pairs: list[Any]) -> Any:
+        return torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs])
+
+    module = Net(lambda m, x: x.div_(2))
+    options: dict[str, Any] = {"parallelize": parallelize, "collate_fn": collate}
+    with loaded(module, nn.MSELoss(), [*X], [*Y], **options) as opt:
+        for _ in range(4):
+            assert opt.evaluate().item() == pytest.approx(plain(module), rel=1e-6)
+
+
+# ---- parameters
+
+
+@EACH
+def test_an_attribute_over_the_memory_of_a_parameter_is_refused(parallelize: int) -> None:
+    module = nn.Sequential(nn.Linear(6, 4))
+    module.alias = module[0].weight.data
+    with pytest.raises(ValueError, match=r"'0.weight' and 'alias' are different tensors over one storage"):
+        BatchOptimizer(module, nn.MSELoss(), parallelize=parallelize)
+    del module.alias
+    with loaded(module, nn.MSELoss(), X, Y, parallelize=parallelize) as opt:
+        opt.evaluate()
+        module.alias = module[0].weight.data.T
+        if parallelize == 1:
+            opt.load(X, Y)
+        else:
+            with pytest.raises(ValueError, match=r"'module.alias' is a tensor over the memory of a parameter"):
+                opt.load(X, Y)
+
+
+@EACH
+def test_an_attribute_that_is_computed_before_each_forward_may_begin_as_the_parameter(parallelize: int) -> None:
+    torch.manual_seed(0)
+    module: Any = nn.Sequential(nn.utils.spectral_norm(nn.Linear(6, 4)))
+    assert module[0].weight.data_ptr() == module[0].weight_orig.data_ptr()  # until the first forward
+    alone = copy.deepcopy(module)
+    with loaded(module, nn.MSELoss(), X, Y, parallelize=parallelize) as opt:
+        expected = nn.functional.mse_loss(alone(X), Y)
+        expected.backward()  # type: ignore[no-untyped-call]
+        assert torch.allclose(opt.evaluate().float(), expected)
+        assert torch.allclose(module[0].weight_orig.grad, alone[0].weight_orig.grad)
+
+
+# ---- the clock of comparisons
+
+
+def test_comparisons_come_at_powers_of_two() -> None:
+    clock, found = Clock(), list[int]()
+    for number in range(1, 70):
+        assert clock.begin(number) and not clock.begin(number)
+        if clock.is_due:
+            found.append(number)
+    assert found == [1, 2, 4, 8, 16, 32, 64]
+
+
+def test_programs_that_are_changed_again_and_again_are_compared_at_every_32nd_evaluation() -> None:
+    clock, count = Clock(), 0
+    for number in range(10_000):
+        if number % 10 == 9:
+            clock.restart()
+        clock.begin(number)
+        count += clock.is_due
+    assert 10_000 // 32 <= count <= 10_000 // 32 + 5
