@@ -633,7 +633,7 @@ of("CG", beta="fr") -> ValueError: `beta` must be one of 'fletcher-reeves'
 of("LBFGS", history_size=0) -> ValueError: `history_size` must be >= 1
 of("LM", damping=0.0) -> ValueError: `damping` must be positive and finite; got 0.0
 of("LM", damping="a") -> TypeError: `damping` must be a number
-of("LM", scaling="unit") -> ValueError: `scaling` must be one of None, 'diagonal', 'identity'; got 'unit'
+of("LM", scaling="unit") -> ValueError: `scaling` must be one of 'diagonal', 'identity'; got 'unit'
 of("LM", geodesic=1) -> TypeError: `geodesic` must be a bool; got 1
 of("LM", dense=1.5) -> TypeError: `dense` must be an int >= 0
 lm(lambda: ONE.square().sum()) -> TypeError: returned a scalar: return the residuals themselves

@@ -19,8 +19,6 @@ from batchopt.optim.squares import ResidualSquares, Squares, SquaresOver
 MOST, LEAST = 1e16, 1e-15
 # The damping grows by this factor until the first step is no longer than the parameters.
 LONGER = 3.0
-# Up to this many parameters are considered those of a regression, each with its own unit.
-FEW = 100
 # If the acceleration is a larger fraction of the step, the second order does not describe the function there.
 BENT = 0.75
 # After a step whose decrease was the predicted one to this fraction, the damping falls by this factor.
@@ -40,10 +38,9 @@ class LevenbergMarquardt(Minimizer):
         params: parameters of one dtype on one device; float64 is advised.
         damping: of the first step, relative to D; increased if that step would be longer than the parameters, measured
             by D. Default 1e-3.
-        scaling: D. `"diagonal"`: the diagonal of JᵀWJ, each element at its largest so far (Moré 1978), so that units of
-            parameters do not matter; for regressions. `"identity"`: the same number for all parameters, the largest of
-            the first diagonal; for networks. None, the default: `"diagonal"` for up to 100 parameters, `"identity"`
-            for more.
+        scaling: D. `"diagonal"`, the default: the diagonal of JᵀWJ, each element at its largest so far (Moré 1978), so
+            that units of parameters do not matter; for regressions. `"identity"`: the same number for all parameters,
+            the largest of the first diagonal; for networks. Above `dense` parameters D is one number in any case.
         geodesic: adds the second-order correction of Transtrum and Sethna to each step, which takes about three more
             evaluations. Default False.
         dense: the largest number of parameters of f (`params` may be some of them) for which the matrix is made and
@@ -87,7 +84,7 @@ class LevenbergMarquardt(Minimizer):
         self,
         params: Iterable[Any],
         damping: float = 1e-3,
-        scaling: Literal["diagonal", "identity"] | None = None,
+        scaling: Literal["diagonal", "identity"] = "diagonal",
         max_iter: int | None = 300,
         max_eval: int | None = None,
         tolerance_grad: float = 0.0,
@@ -194,7 +191,7 @@ class LevenbergMarquardt(Minimizer):
     def _model(self, here: Point) -> Model:
         """Return the model of f around the current point. Raises `ValueError` if f is not the sum of these squares."""
         self._vector.write(here.x)  # not necessarily the last point evaluated
-        memory, kind = self._memory, self._group["scaling"]
+        memory = self._memory
         before: torch.Tensor | None = memory.get("scale")
         model: Model
         if self._squares.size > self._group["dense"]:
@@ -206,7 +203,7 @@ class LevenbergMarquardt(Minimizer):
                     f"the sum of the squares is {loss:.9g} where f is {here.f:.9g}: f has to be the mean squares of "
                     "the terms and nothing else, and the same at each evaluation"
                 )
-            model = DenseModel(vector, matrix, before, each=kind == "diagonal" or (kind is None and len(vector) <= FEW))
+            model = DenseModel(vector, matrix, before, each=self._group["scaling"] != "identity")
         memory["scale"] = model.scale
         return model
 

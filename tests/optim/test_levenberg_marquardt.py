@@ -114,6 +114,28 @@ def test_where_nothing_is_left_it_has_converged(
     assert result.f <= torch.finfo(dtype).eps ** 2 * first
 
 
+def evaluations_of_peaks(count: int, units: float) -> int:
+    """How many evaluations the heights of `count` peaks, and the one width that they share, take in these units."""
+    centers, at = torch.arange(count, dtype=torch.float64), torch.linspace(-1, count, 3 * count, dtype=torch.float64)
+    unit = torch.cat([torch.ones(1), torch.logspace(0, units, count)]).double()
+
+    def curve(x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = (x[1:] * torch.exp(-(((at[:, None] - centers) / x[0]) ** 2))).sum(1)
+        return found
+
+    expected = curve(torch.linspace(0.8, 1.2, count + 1, dtype=torch.float64))
+    x = nn.Parameter(torch.full_like(unit, 0.9) * unit)
+    optimizer = LevenbergMarquardt([x])
+    optimizer.step(lambda: curve(x / unit) - expected)
+    assert optimizer.result is not None and optimizer.result.f < 1e-16
+    return optimizer.result.evaluations
+
+
+@pytest.mark.parametrize("count", [99, 100])
+def test_units_do_not_matter_for_100_parameters_nor_for_101(count: int) -> None:
+    assert evaluations_of_peaks(count, 6.0) == evaluations_of_peaks(count, 0.0) < 12
+
+
 # ---- over a BatchOptimizer
 
 
