@@ -26,8 +26,8 @@ from batchopt.extras.hogwild import hogwild
 from batchopt.extras.resampling import resample
 from batchopt.optim import CG, LBFGS, SVRG, Iteration, LevenbergMarquardt, Result, SSBroyden, Status
 from batchopt.optimizer import BatchOptimizer
-from batchopt_workers.map.simulation import finite_differences
-from batchopt_workers.worker import Sample, Worker
+from batchopt_workers.evaluate.worker import Sample, Worker
+from batchopt_workers.functions.simulation import finite_differences
 
 if typing.TYPE_CHECKING:
     from batchopt import ignite as ignite

@@ -15,7 +15,7 @@ import batchopt
 from batchopt._machine.cores import usable_cores
 from batchopt._program.compiler import compiler
 from batchopt.optimizer import BatchOptimizer
-from batchopt_workers.process.messages import versions
+from batchopt_workers.wire.orders import versions
 
 # Beginnings of the names of environment variables that change how evaluations are made.
 VARIABLES = ("BATCHOPT_", "OMP_", "MKL_", "OPENBLAS_", "KMP_", "GOMP_", "MALLOC_", "GLIBC_", "CUDA_", "TORCH")

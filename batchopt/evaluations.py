@@ -34,7 +34,7 @@ from batchopt._machine.ownership import exclusive
 from batchopt._mapreduce.answers import Answer
 from batchopt.backends.base import WorkerInfo
 from batchopt.extending import Extensible
-from batchopt_workers.tasks.hogwild import Factory
+from batchopt_workers.functions.hogwild import Factory
 
 if TYPE_CHECKING:
     import numpy as np

@@ -35,17 +35,17 @@ from batchopt._function.twin import doubled as doubled
 from batchopt._machine.cores import usable_cores as usable_cores
 from batchopt._machine.ownership import Owner, exclusive
 from batchopt._mapreduce.answers import Answer as Answer
-from batchopt_workers.data.layout import reals as reals
-from batchopt_workers.data.structures import is_tensor as is_tensor
-from batchopt_workers.data.structures import items_of as items_of
-from batchopt_workers.data.structures import map_tensors as map_tensors
-from batchopt_workers.data.structures import tensors_in as tensors_in
-from batchopt_workers.map.audit import DRIFTS as DRIFTS
-from batchopt_workers.map.weighting import SAMPLE_WEIGHT
-from batchopt_workers.process.interrupts import let_through as let_through
-from batchopt_workers.tasks.bound import Bound as Bound
-from batchopt_workers.tasks.inspection import normalises_by_chunk as normalises_by_chunk
-from batchopt_workers.tasks.scores import ScoreSums as ScoreSums
+from batchopt_workers.batch.weighting import SAMPLE_WEIGHT
+from batchopt_workers.evaluate.audit import DRIFTS as DRIFTS
+from batchopt_workers.functions.bound import Bound as Bound
+from batchopt_workers.functions.inspection import normalises_by_chunk as normalises_by_chunk
+from batchopt_workers.functions.scores import ScoreSums as ScoreSums
+from batchopt_workers.wire.interrupts import let_through as let_through
+from batchopt_workers.wire.layout import reals as reals
+from batchopt_workers.wire.structures import is_tensor as is_tensor
+from batchopt_workers.wire.structures import items_of as items_of
+from batchopt_workers.wire.structures import map_tensors as map_tensors
+from batchopt_workers.wire.structures import tensors_in as tensors_in
 
 Followed = TypeVar("Followed", bound=Observer)
 

@@ -31,11 +31,11 @@ from batchopt.extras.history import History
 from batchopt.optim.choose import OptimizerChoice, check_choice, check_goes_by_any_gradient, choose_optimizer
 from batchopt.optim.minimizer import Minimizer, Result
 from batchopt.optim.rollback import Rollback
-from batchopt_workers.data.items import Collate
-from batchopt_workers.map.objective import LossFunction
-from batchopt_workers.map.squares import ResidualFunction
-from batchopt_workers.map.weighting import Denominators
-from batchopt_workers.worker import Hook, Precode
+from batchopt_workers.batch.items import Collate
+from batchopt_workers.batch.weighting import Denominators
+from batchopt_workers.evaluate.objective import LossFunction
+from batchopt_workers.evaluate.worker import Hook, Precode
+from batchopt_workers.functions.squares import ResidualFunction
 
 if TYPE_CHECKING:
     from batchopt.extras.doctor import Diagnosis

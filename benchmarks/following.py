@@ -21,7 +21,7 @@ from torch import nn
 
 from batchopt import BatchOptimizer
 from batchopt._program.program import snapshot_of
-from batchopt_workers.map.program import Program
+from batchopt_workers.evaluate.program import Program
 from benchmarks.findings import Finding, publish
 
 

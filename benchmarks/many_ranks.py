@@ -44,8 +44,8 @@ from batchopt.backends.nodes.placing import Room
 from batchopt.backends.nodes.transfer import unpacked
 from batchopt.backends.serial import SerialBackend
 from batchopt.extras.scaling import exchange
-from batchopt_workers.map.module_state import ModuleState
-from batchopt_workers.map.program import Program
+from batchopt_workers.evaluate.program import Program
+from batchopt_workers.evaluate.state import ModuleState
 from benchmarks.arms import free_port, ranked
 from benchmarks.findings import Finding, publish
 from benchmarks.network import GLOO, NotAllowed, enter, limit, network

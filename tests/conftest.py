@@ -153,7 +153,7 @@ def is_fork_server(pid: int) -> bool:
 def preloaded_workers() -> Iterator[None]:
     """Those of this process are forked from one that has imported what the tests do."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("batchopt_workers.process.forkserver.main", preload.main)
+        patch.setattr("batchopt_workers.life.forkserver.main", preload.main)
         patch.setattr(forkserver, "STARTING", 240.0)  # it imports more than a user's, beside other tests
         yield
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from batchopt_workers.process import forkserver
+from batchopt_workers.life import forkserver
 
 # torch takes the last two for its first product, and its first optimizer or vmap.
 MODULES = "batchopt.ignite", "hypothesis", "psutil", "pytest", "scipy.optimize", "scipy.stats", "sympy", "torch._dynamo"

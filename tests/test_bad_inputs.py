@@ -90,7 +90,7 @@ def test_what_cannot_be_read_or_evaluated_is_refused(row: Refusal) -> None:
 
 
 def test_too_little_shared_memory(monkeypatch: pytest.MonkeyPatch, started: list[BaseProcess]) -> None:
-    monkeypatch.setattr("batchopt_workers.data.memory.free_memory", lambda: 1000)
+    monkeypatch.setattr("batchopt_workers.wire.memory.free_memory", lambda: 1000)
     message = r"^0\.\d MB of shared memory are needed and 0\.0 MB are free: use a smaller batch, fewer workers, or give"
     check_refused(build, MemoryError, message, started)
 

@@ -17,7 +17,7 @@ from tests.pairs import covering
     [
         ("tests/test_split.py", ["tests/test_split.py"]),
         ("README.md", ["tests/test_docs.py"]),
-        ("workers/batchopt_workers/map/tree.py", ["tests/workers/test_tree.py", "tests/test_reduce.py"]),
+        ("workers/batchopt_workers/evaluate/tree.py", ["tests/workers/test_tree.py", "tests/test_reduce.py"]),
         ("batchopt/backends/process/roster.py", ["tests/backends/test_process_roster.py"]),
         ("batchopt/_function/engine.py", ["tests/faults/test_matrix.py", "tests/test_model.py"]),
         ("batchopt/backends/nodes/placing.py", ["tests/backends/test_cluster.py", "tests/backends/test_contract.py"]),

@@ -28,8 +28,8 @@ from torch import nn
 from batchopt import BatchOptimizer, Term
 from batchopt._checkpoint import file
 from batchopt.errors import CheckpointError
-from batchopt_workers.data.layout import Layout
-from batchopt_workers.process import faults
+from batchopt_workers.life import faults
+from batchopt_workers.wire.layout import Layout
 from tests.workers.test_memory import limited
 from tests.workloads import misfit, size
 

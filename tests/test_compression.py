@@ -14,7 +14,7 @@ import batchopt
 from batchopt import BatchOptimizer
 from batchopt._mapreduce.compression import Compression, DoesNotFit, Rounded, TwoBit, compress, read_compress
 from batchopt.backends.nodes.wire import Wire
-from batchopt_workers.data.layout import Layout
+from batchopt_workers.wire.layout import Layout
 
 HALF = Rounded(torch.float16)
 BRAIN = Rounded(torch.bfloat16)

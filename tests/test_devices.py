@@ -136,7 +136,7 @@ def test_a_batch_on_another_device_than_the_module_says_what_to_do() -> None:
 
 def record(worker: Worker) -> None:
     """Have evaluations on the stand-in recorded."""
-    vars(sys.modules["batchopt_workers.graphs.recording"])["RECORDINGS"]["cpu"] = Recorded
+    vars(sys.modules["batchopt_workers.shortcuts.recording"])["RECORDINGS"]["cpu"] = Recorded
 
 
 def replays(worker: Worker) -> int:

@@ -165,7 +165,7 @@ def test_without_memory_for_a_copy_there_is_a_warning(monkeypatch: pytest.Monkey
     module = Net()
     with build(module, 2):
         before = values(module)
-        monkeypatch.setattr("batchopt_workers.data.mapping.free_memory", lambda: 0)
+        monkeypatch.setattr("batchopt_workers.wire.mapping.free_memory", lambda: 0)
         with pytest.warns(
             RuntimeWarning, match=r"^0\.0 MB for a copy .* \(0\.0 MB are free\): the process that is forked here"
         ):
@@ -178,7 +178,7 @@ def test_alone_nothing_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*given: object) -> int:
         raise AssertionError("shared memory")
 
-    monkeypatch.setattr("batchopt_workers.data.memory.anonymous_file", refused)
+    monkeypatch.setattr("batchopt_workers.wire.memory.anonymous_file", refused)
     module = Net()
     with build(module, 1) as opt:
         first = opt.step(X, Y)

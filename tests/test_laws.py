@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from batchopt import BatchOptimizer, Sample, Term, Worker, WorkerError
-from batchopt_workers.map.clock import Clock
+from batchopt_workers.evaluate.clock import Clock
 from tests.building import loaded
 
 EACH = pytest.mark.parametrize("parallelize", [1, 2])

@@ -76,7 +76,7 @@ def test_everything_public_is_documented(package: ModuleType) -> None:
 @pytest.mark.slow
 def test_a_worker_needs_neither_the_parents_side_nor_its_progress_bar() -> None:
     # None in sys.modules makes an import fail. torch itself takes tqdm only where it is there.
-    code = "import sys; sys.modules.update(batchopt=None, tqdm=None); import batchopt_workers.process.loop"
+    code = "import sys; sys.modules.update(batchopt=None, tqdm=None); import batchopt_workers.life.loop"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from batchopt._mapreduce import reduce
 from batchopt._mapreduce.answers import Answer, Partial
 from batchopt._mapreduce.reduce import Whole, merge_answers, reduce_answers, weighed
-from batchopt_workers.map.tree import Fold, Node
+from batchopt_workers.evaluate.tree import Fold, Node
 
 SIZE = 5
 

@@ -17,7 +17,7 @@ from torch import nn
 from batchopt import BatchOptimizer, Worker
 from batchopt._mapreduce.plan import DETERMINISTIC_CHUNKS, NEW, choose_chunk_size, make_plan, replan, split_batch
 from batchopt._mapreduce.speeds import LARGEST_RATIO, Speeds
-from batchopt_workers.process.messages import Order
+from batchopt_workers.wire.orders import Order
 
 RATES = st.floats(1e-3, 1e9)
 

@@ -157,7 +157,7 @@ def test_limits_of_workers_are_named_and_survived() -> None:
 
 def test_more_objects_than_a_message_holds_are_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def shrink(worker: Worker) -> None:
-        vars(sys.modules["batchopt_workers.process.loop"])["LARGEST"] = 10_000
+        vars(sys.modules["batchopt_workers.life.loop"])["LARGEST"] = 10_000
 
     def objects(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> list[bytes]:
         return [bytes(3000) for _ in inputs]

@@ -16,10 +16,10 @@ from torch import nn
 
 from batchopt import BatchOptimizer
 from batchopt._program.unpicklable import blame
-from batchopt_workers.data.batch import Batch, Columns, Part, Samples
-from batchopt_workers.data.packing import pack
-from batchopt_workers.map.program import Program
-from batchopt_workers.map.weighting import Weighting
+from batchopt_workers.batch.batch import Batch, Columns, Part, Samples
+from batchopt_workers.batch.weighting import Weighting
+from batchopt_workers.evaluate.program import Program
+from batchopt_workers.wire.packing import pack
 
 LOCK = threading.Lock()
 LOCK_TYPE = f"{type(LOCK).__module__}.{type(LOCK).__qualname__}".removeprefix("builtins.")

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from batchopt.errors import CheckpointError
-from batchopt_workers.process import faults
-from batchopt_workers.process.interrupts import let_through
+from batchopt_workers.life import faults
+from batchopt_workers.wire.interrupts import let_through
 
 _STEM = 200  # bytes of a file's name that are used in the name of its temporary file, which is also limited
 

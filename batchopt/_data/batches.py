@@ -23,13 +23,13 @@ from batchopt._data.denominators import (
 )
 from batchopt._data.terms import Weighted, check_names, read_weights, refuse_weights
 from batchopt.errors import TRAINER_ADVICE
-from batchopt_workers.data.batch import Batch, Columns, Part, Samples
-from batchopt_workers.data.items import Collate, Items
-from batchopt_workers.data.structures import can_be_cut, is_record, is_tensordict, items_of, map_tensors, tensors_in
-from batchopt_workers.map.objective import LossFunction
-from batchopt_workers.map.squares import MeanSquare
-from batchopt_workers.map.weighting import SAMPLE_WEIGHT, Denominators, Weighting
-from batchopt_workers.tasks.task import ChunkFunction
+from batchopt_workers.batch.batch import Batch, Columns, Part, Samples
+from batchopt_workers.batch.items import Collate, Items
+from batchopt_workers.batch.weighting import SAMPLE_WEIGHT, Denominators, Weighting
+from batchopt_workers.evaluate.objective import LossFunction
+from batchopt_workers.functions.squares import MeanSquare
+from batchopt_workers.functions.task import ChunkFunction
+from batchopt_workers.wire.structures import can_be_cut, is_record, is_tensordict, items_of, map_tensors, tensors_in
 
 
 def samples_of(dataset: Dataset[Any]) -> int:

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from batchopt_workers.data.batch import Columns, Samples
-from batchopt_workers.map.weighting import ClassDenominators, Denominators, GivenDenominators, class_denominators
-from batchopt_workers.tasks.task import ChunkFunction
+from batchopt_workers.batch.batch import Columns, Samples
+from batchopt_workers.batch.weighting import ClassDenominators, Denominators, GivenDenominators, class_denominators
+from batchopt_workers.functions.task import ChunkFunction
 
 # Losses whose mean divides by class weights; the last is not in every torch.
 _OF_CLASSES: Any = (

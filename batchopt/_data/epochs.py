@@ -15,8 +15,8 @@ from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 from batchopt._data import arguments
 from batchopt._data.batches import as_tensors, samples_of
 from batchopt._data.prefetch import to_the_end
-from batchopt_workers.data.items import Collate
-from batchopt_workers.data.structures import has_a_row_each, items_of, map_tensors
+from batchopt_workers.batch.items import Collate
+from batchopt_workers.wire.structures import has_a_row_each, items_of, map_tensors
 
 
 class EpochBatch(NamedTuple):

@@ -9,8 +9,8 @@ import torch
 
 from batchopt._data.batches import BatchSpec
 from batchopt._data.denominators import own_denominators
-from batchopt_workers.data.batch import Batch, Columns, Part, Plain
-from batchopt_workers.map.weighting import Weighting
+from batchopt_workers.batch.batch import Batch, Columns, Part, Plain
+from batchopt_workers.batch.weighting import Weighting
 
 # Properties of a batch that are the same for all of one form.
 PROPERTIES = ("size", "numbering", "is_read", "is_kept", "is_of_columns", "collates")

@@ -12,10 +12,10 @@ import torch
 
 from batchopt._data import arguments
 from batchopt._data.denominators import is_torchs_own, resolve_reduction
-from batchopt_workers.data.items import Collate
-from batchopt_workers.map.objective import LossFunction
-from batchopt_workers.map.squares import LOSSES, MeanSquare, ResidualFunction
-from batchopt_workers.map.weighting import Denominators
+from batchopt_workers.batch.items import Collate
+from batchopt_workers.batch.weighting import Denominators
+from batchopt_workers.evaluate.objective import LossFunction
+from batchopt_workers.functions.squares import LOSSES, MeanSquare, ResidualFunction
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from batchopt._mapreduce.speeds import Speeds
 from batchopt._program.flat_module import FlatModule
 from batchopt.backends import backend_class
 from batchopt.errors import BatchoptError, WorkerError
-from batchopt_workers.process.messages import Cut, Order
-from batchopt_workers.tasks.inspection import normalises_by_chunk
+from batchopt_workers.functions.inspection import normalises_by_chunk
+from batchopt_workers.wire.orders import Cut, Order
 
 if TYPE_CHECKING:
     from batchopt._function.engine import Engine

@@ -17,13 +17,13 @@ from batchopt._mapreduce.answers import Answer
 from batchopt._mapreduce.plan import runs, split_batch
 from batchopt.backends.base import Backend
 from batchopt.errors import NonFiniteError, WorkerError, WorkerLostError
-from batchopt_workers.data.batch import Batch, Columns, Part
-from batchopt_workers.data.structures import all_finite
-from batchopt_workers.map.weighting import Weighting
-from batchopt_workers.process.messages import Cut, Kind, Order
-from batchopt_workers.tasks.cut_losses import CutLosses, Rounding
-from batchopt_workers.tasks.inspection import counts_frequencies, name_of
-from batchopt_workers.tasks.task import PieceFunction, Task
+from batchopt_workers.batch.batch import Batch, Columns, Part
+from batchopt_workers.batch.weighting import Weighting
+from batchopt_workers.functions.cut_losses import CutLosses, Rounding
+from batchopt_workers.functions.inspection import counts_frequencies, name_of
+from batchopt_workers.functions.task import PieceFunction, Task
+from batchopt_workers.wire.orders import Cut, Kind, Order
+from batchopt_workers.wire.structures import all_finite
 
 if TYPE_CHECKING:
     from batchopt._function.engine import Engine

@@ -10,7 +10,7 @@ import torch
 from batchopt._function.engine import Engine
 from batchopt._function.least_squares import Normal, acceleration, gauss_newton_product, normal
 from batchopt.errors import BatchoptError
-from batchopt_workers.data.layout import Layout
+from batchopt_workers.wire.layout import Layout
 
 
 class Closure:

@@ -13,11 +13,11 @@ from batchopt._function.tasks import total
 from batchopt._mapreduce.answers import Answer
 from batchopt._mapreduce.reduce import weighed
 from batchopt.errors import NonFiniteError, WorkerError
-from batchopt_workers.data.batch import Batch, Columns, Part
-from batchopt_workers.map.weighting import Weighting
-from batchopt_workers.process.messages import Cut, Kind
-from batchopt_workers.tasks.columns import GradientColumns, JacobianColumns
-from batchopt_workers.tasks.task import Task
+from batchopt_workers.batch.batch import Batch, Columns, Part
+from batchopt_workers.batch.weighting import Weighting
+from batchopt_workers.functions.columns import GradientColumns, JacobianColumns
+from batchopt_workers.functions.task import Task
+from batchopt_workers.wire.orders import Cut, Kind
 
 
 def deals(function: Engine) -> bool:

@@ -26,15 +26,15 @@ from batchopt._machine.cores import share_cores
 from batchopt._program.compiler import Compiling
 from batchopt._program.program import PickledProgram
 from batchopt.errors import BatchoptError, CompileError, WorkerError
-from batchopt_workers.compiled.form import Artifact, PackedPiece, PieceForm, Reply, Request, form_of, in_rows, packed
-from batchopt_workers.data.batch import Batch, Piece
-from batchopt_workers.data.packing import pack
-from batchopt_workers.graphs.rehearsal import obstacle_of
-from batchopt_workers.map.seeding import draws_kept
-from batchopt_workers.map.shortcuts import Differs
-from batchopt_workers.process.failures import names_of
-from batchopt_workers.process.messages import Cut
-from batchopt_workers.process.torch_settings import TorchSettings
+from batchopt_workers.batch.batch import Batch, Piece
+from batchopt_workers.evaluate.draws import draws_kept
+from batchopt_workers.life.torch_settings import TorchSettings
+from batchopt_workers.shortcuts.form import Artifact, PackedPiece, PieceForm, Reply, Request, form_of, in_rows, packed
+from batchopt_workers.shortcuts.rehearsal import obstacle_of
+from batchopt_workers.shortcuts.shortcuts import Differs
+from batchopt_workers.wire.failures import names_of
+from batchopt_workers.wire.orders import Cut
+from batchopt_workers.wire.packing import pack
 
 if TYPE_CHECKING:
     from batchopt._function.engine import Engine

@@ -18,13 +18,13 @@ from batchopt._function.tasks import collect, of_each, select, total
 from batchopt._mapreduce.reduce import weighed
 from batchopt.backends.base import Prepared
 from batchopt.errors import NonFiniteError
-from batchopt_workers.data.batch import Batch, Columns, Part
-from batchopt_workers.data.items import Items
-from batchopt_workers.data.structures import all_finite
-from batchopt_workers.map.derivatives import AtPoints, HessianProducts, InputGradients, refuse_varying
-from batchopt_workers.map.weighting import Weighting
-from batchopt_workers.process.messages import Cut
-from batchopt_workers.tasks.task import Task
+from batchopt_workers.batch.batch import Batch, Columns, Part
+from batchopt_workers.batch.items import Items
+from batchopt_workers.batch.weighting import Weighting
+from batchopt_workers.functions.derivatives import AtPoints, HessianProducts, InputGradients, refuse_varying
+from batchopt_workers.functions.task import Task
+from batchopt_workers.wire.orders import Cut
+from batchopt_workers.wire.structures import all_finite
 
 
 def check_exact(function: Engine, what: str) -> None:

@@ -56,11 +56,11 @@ from batchopt._program.flat_module import FlatModule, Gradient
 from batchopt._program.flatten import check_hooks
 from batchopt.backends.base import Prepared
 from batchopt.errors import BatchoptError, NonFiniteError, WorkerError, add_data_indices, add_way_to_call, add_whole
-from batchopt_workers.data.batch import Batch
-from batchopt_workers.process import faults
-from batchopt_workers.process.messages import Cut, Kind
-from batchopt_workers.tasks.task import Task
-from batchopt_workers.worker import Hook
+from batchopt_workers.batch.batch import Batch
+from batchopt_workers.evaluate.worker import Hook
+from batchopt_workers.functions.task import Task
+from batchopt_workers.life import faults
+from batchopt_workers.wire.orders import Cut, Kind
 
 T = TypeVar("T")
 

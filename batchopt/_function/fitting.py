@@ -20,9 +20,9 @@ from batchopt._machine.device_memory import MEMORY, DeviceMemory
 from batchopt._mapreduce.plan import make_plan
 from batchopt._mapreduce.speeds import Speeds
 from batchopt.errors import WorkerError
-from batchopt_workers.process.failures import names_of
-from batchopt_workers.process.messages import Cut, Order
-from batchopt_workers.tasks.inspection import normalises_by_chunk
+from batchopt_workers.functions.inspection import normalises_by_chunk
+from batchopt_workers.wire.failures import names_of
+from batchopt_workers.wire.orders import Cut, Order
 
 if TYPE_CHECKING:
     from batchopt._function.engine import Engine

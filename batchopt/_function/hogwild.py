@@ -16,11 +16,11 @@ from batchopt._data.prefetch import as_arguments
 from batchopt._function.engine import Engine
 from batchopt._function.tasks import collect
 from batchopt.errors import NonFiniteError
-from batchopt_workers.data.batch import Batch, Columns, Part
-from batchopt_workers.map.weighting import Weighting
-from batchopt_workers.process.messages import Cut
-from batchopt_workers.tasks.hogwild import Factory, Hogwild
-from batchopt_workers.tasks.task import Task
+from batchopt_workers.batch.batch import Batch, Columns, Part
+from batchopt_workers.batch.weighting import Weighting
+from batchopt_workers.functions.hogwild import Factory, Hogwild
+from batchopt_workers.functions.task import Task
+from batchopt_workers.wire.orders import Cut
 
 # Mini-batches that a worker steps on before it reports them: those lost with it, and done again.
 TOGETHER = 8

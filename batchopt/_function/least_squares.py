@@ -14,10 +14,9 @@ from batchopt._data.terms import check_names
 from batchopt._function.columns import jacobian_by_columns
 from batchopt._function.engine import Engine
 from batchopt._function.tasks import Selection, collect, of_each, plain, select, total
-from batchopt_workers.data.batch import Part
-from batchopt_workers.map.squares import MeanSquare, of_residuals, squares_of
-from batchopt_workers.map.weighting import SAMPLE_WEIGHT
-from batchopt_workers.tasks.least_squares import (
+from batchopt_workers.batch.batch import Part
+from batchopt_workers.batch.weighting import SAMPLE_WEIGHT
+from batchopt_workers.functions.least_squares import (
     Accelerations,
     GaussNewtonProducts,
     JacobianProduct,
@@ -27,7 +26,8 @@ from batchopt_workers.tasks.least_squares import (
     TransposedProduct,
     stripes,
 )
-from batchopt_workers.tasks.task import PieceFunction, Task
+from batchopt_workers.functions.squares import MeanSquare, of_residuals, squares_of
+from batchopt_workers.functions.task import PieceFunction, Task
 
 # Default limit of the number of parameters for which a matrix is made.
 LARGEST = 5_000

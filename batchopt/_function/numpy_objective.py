@@ -25,8 +25,8 @@ from batchopt._machine.ownership import exclusive
 from batchopt._program.checksum import checksum
 from batchopt._program.program import snapshot_of
 from batchopt.errors import BatchoptError
-from batchopt_workers.data.batch import Batch
-from batchopt_workers.process.torch_settings import autocast_in_force
+from batchopt_workers.batch.batch import Batch
+from batchopt_workers.life.torch_settings import autocast_in_force
 
 
 class _Point(NamedTuple):

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from batchopt._mapreduce.plan import Plan, choose_chunk_size, make_plan, plan_of
 from batchopt._mapreduce.reduce import Answers
 from batchopt.errors import WorkerError
-from batchopt_workers.data.batch import Batch
-from batchopt_workers.process.messages import Cut, Kind
-from batchopt_workers.tasks.task import Task
+from batchopt_workers.batch.batch import Batch
+from batchopt_workers.functions.task import Task
+from batchopt_workers.wire.orders import Cut, Kind
 
 if TYPE_CHECKING:
     from batchopt._function.engine import Engine

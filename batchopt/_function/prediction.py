@@ -20,10 +20,10 @@ from batchopt._function.observers import ReadsAhead
 from batchopt._function.prepared import whole
 from batchopt._function.tasks import collect, of_each, select
 from batchopt._mapreduce.answers import common_form
-from batchopt_workers.data.batch import Batch
-from batchopt_workers.data.structures import is_record
-from batchopt_workers.tasks.forms import rows_form
-from batchopt_workers.tasks.task import Predicted, Task
+from batchopt_workers.batch.batch import Batch
+from batchopt_workers.functions.forms import rows_form
+from batchopt_workers.functions.task import Predicted, Task
+from batchopt_workers.wire.structures import is_record
 
 Transform = Callable[[Any], Any]
 

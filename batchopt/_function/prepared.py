@@ -18,10 +18,10 @@ from batchopt._function.step import Rows
 from batchopt._mapreduce.answers import Answer, common_form, forms_of
 from batchopt.backends.base import Prepared
 from batchopt.errors import BatchoptError
-from batchopt_workers.data.batch import Batch, Part
-from batchopt_workers.data.items import Items
-from batchopt_workers.process.messages import Cut, Kind
-from batchopt_workers.tasks.task import Applied, Task
+from batchopt_workers.batch.batch import Batch, Part
+from batchopt_workers.batch.items import Items
+from batchopt_workers.functions.task import Applied, Task
+from batchopt_workers.wire.orders import Cut, Kind
 
 if TYPE_CHECKING:
     from batchopt._function.engine import Engine

@@ -11,7 +11,7 @@ from batchopt._data.denominators import marks_of
 from batchopt._data.forms import BatchForm, with_form
 from batchopt._function.settings import Settings
 from batchopt._function.workers import Workers
-from batchopt_workers.data.batch import Batch
+from batchopt_workers.batch.batch import Batch
 
 
 class BatchReader:

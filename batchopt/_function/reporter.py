@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from batchopt._function.checks import Difference
 from batchopt._function.observer import Evaluated, Observer
-from batchopt_workers.tasks.inspection import name_of, normalises_by_chunk
+from batchopt_workers.functions.inspection import name_of, normalises_by_chunk
 
 logger = logging.getLogger("batchopt")
 

@@ -19,14 +19,14 @@ from batchopt._mapreduce.compression import Compression, read_compress
 from batchopt._mapreduce.speeds import Speeds
 from batchopt.backends import BACKENDS, backend_class, effective_backend
 from batchopt.backends.base import Backend, CompressingBackend
-from batchopt_workers.data.items import Collate, CollatesAll
-from batchopt_workers.map.objective import LossFunction
-from batchopt_workers.map.program import Program
-from batchopt_workers.map.simulation import is_by_differences
-from batchopt_workers.map.squares import MeanSquare
-from batchopt_workers.map.weighting import Denominators
-from batchopt_workers.process.failures import names_of
-from batchopt_workers.worker import Hook, Precode
+from batchopt_workers.batch.items import Collate, CollatesAll
+from batchopt_workers.batch.weighting import Denominators
+from batchopt_workers.evaluate.objective import LossFunction
+from batchopt_workers.evaluate.program import Program
+from batchopt_workers.evaluate.worker import Hook, Precode
+from batchopt_workers.functions.simulation import is_by_differences
+from batchopt_workers.functions.squares import MeanSquare
+from batchopt_workers.wire.failures import names_of
 
 # The arguments that are read one by one.
 _READ = (

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 from batchopt._function.checks import cut_differences
 from batchopt._function.choice import Phase as Choosing
 from batchopt._function.compilation import Stage
-from batchopt_workers.tasks.inspection import normalises_by_chunk
+from batchopt_workers.functions.inspection import normalises_by_chunk
 
 if TYPE_CHECKING:
     from batchopt._function.engine import Engine
     from batchopt._function.step import Step
     from batchopt.errors import WorkerError
-    from batchopt_workers.process.messages import Cut
+    from batchopt_workers.wire.orders import Cut
 
 # Pieces of a worker's share, in the order in which they are tried.
 PIECES = (1, 4, 16)

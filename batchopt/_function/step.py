@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from batchopt._mapreduce.plan import Plan
-from batchopt_workers.data.batch import Batch
+from batchopt_workers.batch.batch import Batch
 
 # Returns the indices of a batch's samples in the data; None if unknown.
 Rows = Callable[[], Sequence[int] | None]

@@ -16,7 +16,7 @@ from batchopt._machine.interrupts import Held
 from batchopt.errors import BatchoptError
 from batchopt.optim.minimizer import Iteration, Minimizer, Result, Status, Watch
 from batchopt.optim.rollback import Rollback
-from batchopt_workers.data.batch import Batch
+from batchopt_workers.batch.batch import Batch
 
 
 class Stepping(Watch):

@@ -14,11 +14,11 @@ from batchopt._function.checks import locate_nonfinite
 from batchopt._function.engine import Engine
 from batchopt._mapreduce.answers import Answer, common_form, forms_of
 from batchopt._mapreduce.reduce import reduce_answers
-from batchopt_workers.data.batch import Batch
-from batchopt_workers.process.messages import Cut, Kind
-from batchopt_workers.tasks.forms import summed, sums_layout
-from batchopt_workers.tasks.task import Applied, ChunkFunction, PieceFunction, Task
-from batchopt_workers.tasks.task_runner import of_term
+from batchopt_workers.batch.batch import Batch
+from batchopt_workers.functions.forms import summed, sums_layout
+from batchopt_workers.functions.runner import of_term
+from batchopt_workers.functions.task import Applied, ChunkFunction, PieceFunction, Task
+from batchopt_workers.wire.orders import Cut, Kind
 
 # One function for all terms, or functions by term name.
 Functions = ChunkFunction | Mapping[str, ChunkFunction] | None

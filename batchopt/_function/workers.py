@@ -23,12 +23,12 @@ from batchopt._program.program import check_trained
 from batchopt.backends import backend_class
 from batchopt.backends.base import Backend, CompressingBackend, Meanwhile, Prepared, Setup, WorkerInfo
 from batchopt.errors import WorkerError, WorkerStartError
-from batchopt_workers.compiled.form import Artifact
-from batchopt_workers.data.batch import Batch
-from batchopt_workers.map.program import Program
-from batchopt_workers.process.messages import Order
-from batchopt_workers.process.torch_settings import module_hooks
-from batchopt_workers.worker import Hook
+from batchopt_workers.batch.batch import Batch
+from batchopt_workers.evaluate.program import Program
+from batchopt_workers.evaluate.worker import Hook
+from batchopt_workers.life.torch_settings import module_hooks
+from batchopt_workers.shortcuts.form import Artifact
+from batchopt_workers.wire.orders import Order
 
 # A worker is to be given less if it takes this many times the average, plus this many seconds.
 UNEVEN, NOTICEABLE = 1.25, 2e-3

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from batchopt_workers.map.sums import PartialSum, Rows
-from batchopt_workers.map.tree import Node
-from batchopt_workers.tasks.forms import Form
+from batchopt_workers.evaluate.sums import PartialSum, Rows
+from batchopt_workers.evaluate.tree import Node
+from batchopt_workers.functions.forms import Form
 
 
 class Partial(NamedTuple):

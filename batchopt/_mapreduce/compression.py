@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import torch
 
-from batchopt_workers.data.structures import all_finite
+from batchopt_workers.wire.structures import all_finite
 
 
 class DoesNotFit(ValueError):

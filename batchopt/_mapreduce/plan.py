@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from batchopt._mapreduce.speeds import Speeds
-from batchopt_workers.process.messages import Cut, Kind, Order
+from batchopt_workers.wire.orders import Cut, Kind, Order
 
 
 @dataclass(frozen=True)

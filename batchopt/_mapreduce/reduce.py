@@ -17,8 +17,8 @@ import numpy.typing as npt
 import torch
 
 from batchopt._mapreduce.answers import Answer, Partial, Span
-from batchopt_workers.data.structures import all_finite
-from batchopt_workers.map.tree import Fold, Node, maximal
+from batchopt_workers.evaluate.tree import Fold, Node, maximal
+from batchopt_workers.wire.structures import all_finite
 
 # Elements of the vectors that are summed at a time: they are still in the processor's cache when they are read again.
 BLOCK = 2**18

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from batchopt_workers.data.memory import octets
+from batchopt_workers.wire.memory import octets
 
 
 def checksum(tensors: Iterable[torch.Tensor]) -> str:

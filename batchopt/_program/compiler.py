@@ -26,12 +26,12 @@ import torch
 
 from batchopt._machine.descriptors import apart_from_streams
 from batchopt.errors import BatchoptError
-from batchopt_workers.compiled.form import Artifact, PieceForm, Reply, Request
-from batchopt_workers.process.parent import tie
+from batchopt_workers.life.parent import tie
+from batchopt_workers.shortcuts.form import Artifact, PieceForm, Reply, Request
 
 # The environment variable that names the directory of what was compiled.
 DIRECTORY = "BATCHOPT_CACHE_DIR"
-_START = "import sys; sys.path[:] = {path!r}; from batchopt_workers.compiled.compiler import main; main({leash})"
+_START = "import sys; sys.path[:] = {path!r}; from batchopt_workers.shortcuts.compiler import main; main({leash})"
 
 
 def directory() -> Path:

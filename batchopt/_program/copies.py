@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from types import CellType, FunctionType
@@ -12,24 +13,27 @@ from typing import Any
 import torch
 
 from batchopt._program.flatten import Flat
-from batchopt_workers.data.graph import names_of_globals
-from batchopt_workers.data.placing import Placing
-from batchopt_workers.data.structures import tensors_in
-from batchopt_workers.map.evaluate import Evaluator
-from batchopt_workers.map.module_state import ModuleState
-from batchopt_workers.map.program import Program
-from batchopt_workers.map.unwritten import constants
-from batchopt_workers.process.interrupts import let_through
-from batchopt_workers.worker import Worker
+from batchopt_workers.batch.placing import Placing
+from batchopt_workers.evaluate.evaluator import Evaluator
+from batchopt_workers.evaluate.program import Program
+from batchopt_workers.evaluate.state import ModuleState
+from batchopt_workers.evaluate.unwritten import constants
+from batchopt_workers.evaluate.worker import Worker
+from batchopt_workers.watch.graph import names_of_globals
+from batchopt_workers.watch.places import LARGEST_STATISTIC
+from batchopt_workers.wire.interrupts import let_through
+from batchopt_workers.wire.structures import tensors_in
 
 
-def copied(program: Program) -> Program:
-    """Return the program with copies of module and criterion, and functions that refer to the copies. Tensors with a
-    graph, which cannot be copied, that a forward has stored in an attribute are detached."""
+def copied(program: Program, shared: Iterable[torch.Tensor] = ()) -> Program:
+    """Return the program with copies of module and criterion, and functions that refer to the copies, all but the
+    `shared` tensors. Tensors with a graph, which cannot be copied, that a forward has stored in an attribute are
+    detached."""
     whole = (program.module, program.criterion)
     parts = [part for one in whole if isinstance(one, torch.nn.Module) for part in one.modules()]
     left = [tensor for part in parts for tensor in tensors_in(vars(part)) if not tensor.is_leaf]
     memo: dict[int, Any] = {id(tensor): tensor.detach().clone() for tensor in left}
+    memo |= {id(tensor): tensor for tensor in shared}
     module, criterion = copy.deepcopy(whole, memo)
     return replace(
         program,
@@ -41,9 +45,11 @@ def copied(program: Program) -> Program:
     )
 
 
-def evaluator_of_copy(program: Program, flat: Flat) -> Evaluator:
-    """Return the map function on a copy of the program, at the present X. Raise what the user's classes raise."""
-    copy, x = copied(program), flat.vector.clone()
+def evaluator_of_copy(program: Program, flat: Flat, shared: Iterable[torch.Tensor]) -> Evaluator:
+    """Return the map function on a copy of the program, at the present X. `shared`: tensors that are not copied if they
+    are large, as data that a module keeps. Raise what the user's classes raise."""
+    large = [tensor for tensor in shared if tensor.numel() > LARGEST_STATISTIC]
+    copy, x = copied(program, large), flat.vector.clone()
     own = dict(copy.module.named_parameters())
     parameters = [own[slot.name] for slot in flat.layout.slots]
     for parameter, view in zip(parameters, flat.layout.views(x), strict=True):

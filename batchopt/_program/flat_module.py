@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 
 from batchopt._program.flatten import check_hooks, check_trained, flatten, registrations, replaced
-from batchopt_workers.data.layout import Layout
-from batchopt_workers.map.module_state import ModuleState
+from batchopt_workers.evaluate.state import ModuleState
+from batchopt_workers.wire.layout import Layout
 
 
 class Gradient:

@@ -18,9 +18,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
 from batchopt.errors import TRAINER_ADVICE, BatchoptError
-from batchopt_workers.data.layout import Layout
-from batchopt_workers.data.memory import SharedBlock
-from batchopt_workers.data.places import tensors_of
+from batchopt_workers.watch.places import tensors_of
+from batchopt_workers.wire.layout import Layout
+from batchopt_workers.wire.memory import SharedBlock
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from batchopt._program.unpicklable import can_be_packed, unsendable
-from batchopt_workers.data.packing import Packed, Placement, pack
-from batchopt_workers.map.program import Program
-from batchopt_workers.map.record import FoundTensor, Record
-from batchopt_workers.process.interrupts import let_through
+from batchopt_workers.evaluate.program import Program
+from batchopt_workers.watch.record import FoundTensor, Record
+from batchopt_workers.wire.interrupts import let_through
+from batchopt_workers.wire.packing import Packed, Placement, pack
 
 # Parts that do not belong to f: they may keep tensors of their own, and write them.
 _BESIDE = {

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch.nn.utils.parametrize import is_parametrized
 
-from batchopt_workers.data.batch import Batch, Columns, Samples
-from batchopt_workers.data.graph import CONTAINERS, OF_MODULES, Part, is_imported, of_container, parts_of
-from batchopt_workers.data.items import Items
-from batchopt_workers.data.packing import DEVICES, SCRIPTED, pack
-from batchopt_workers.process.interrupts import let_through
+from batchopt_workers.batch.batch import Batch, Columns, Samples
+from batchopt_workers.batch.items import Items
+from batchopt_workers.watch.graph import CONTAINERS, OF_MODULES, Part, is_imported, of_container, parts_of
+from batchopt_workers.wire.interrupts import let_through
+from batchopt_workers.wire.packing import DEVICES, SCRIPTED, pack
 
 _WRAPPED = (MethodType, functools.partial, staticmethod, classmethod, property)
 

@@ -15,14 +15,14 @@ from batchopt._mapreduce.reduce import Answers
 from batchopt._program.compiler import Compiler, Compiling
 from batchopt._program.flat_module import Gradient
 from batchopt._program.flatten import Flat
-from batchopt_workers.compiled.form import Artifact
-from batchopt_workers.data.batch import Batch
-from batchopt_workers.map.module_state import ModuleState
-from batchopt_workers.map.program import Program
-from batchopt_workers.process.messages import Cut, Order
-from batchopt_workers.tasks.forms import Column
-from batchopt_workers.tasks.task import Task
-from batchopt_workers.worker import Hook, Precode
+from batchopt_workers.batch.batch import Batch
+from batchopt_workers.evaluate.program import Program
+from batchopt_workers.evaluate.state import ModuleState
+from batchopt_workers.evaluate.worker import Hook, Precode
+from batchopt_workers.functions.forms import Column
+from batchopt_workers.functions.task import Task
+from batchopt_workers.shortcuts.form import Artifact
+from batchopt_workers.wire.orders import Cut, Order
 
 T = TypeVar("T")
 

@@ -16,29 +16,27 @@ from batchopt._machine.allocator import keep_memory, release_memory
 from batchopt._machine.cores import torch_threads
 from batchopt._mapreduce.answers import Answer, Span, partials_of
 from batchopt._mapreduce.reduce import Answers, Pattern
-from batchopt._program.copies import evaluator_of_copy
 from batchopt._program.flat_module import Gradient
 from batchopt._program.program import snapshot_of, tensors_of_f
+from batchopt.backends.audits import Audits, error_of
 from batchopt.backends.base import Backend, Meanwhile, Mode, Prepared, Run, Setup, WorkerInfo
 from batchopt.errors import WorkerError
-from batchopt_workers.data.batch import Batch
-from batchopt_workers.data.packing import pack
-from batchopt_workers.data.placing import Placing
-from batchopt_workers.map.audit import audit, few, last_samples
-from batchopt_workers.map.chunk import LoadedBatch
-from batchopt_workers.map.clock import Clock
-from batchopt_workers.map.evaluate import Evaluator
-from batchopt_workers.map.seeding import draws_kept, set_torch_states, torch_states
-from batchopt_workers.map.sums import Rows
-from batchopt_workers.map.tree import most_held
-from batchopt_workers.map.unwritten import Unwritten, constants
-from batchopt_workers.map.work import ChunkDone
-from batchopt_workers.process.failures import kinds_of, message_of
-from batchopt_workers.process.interrupts import let_through
-from batchopt_workers.process.messages import Cut, Kind, Order
-from batchopt_workers.tasks.forms import Column, MemoryOutput, sums_layout
-from batchopt_workers.tasks.task import Task
-from batchopt_workers.worker import Precode, Worker
+from batchopt_workers.batch.batch import Batch
+from batchopt_workers.batch.placing import Placing
+from batchopt_workers.evaluate.chunk import LoadedBatch
+from batchopt_workers.evaluate.draws import draws_kept, set_torch_states, torch_states
+from batchopt_workers.evaluate.evaluator import Evaluator
+from batchopt_workers.evaluate.sums import Rows
+from batchopt_workers.evaluate.tree import most_held
+from batchopt_workers.evaluate.unwritten import Unwritten, constants
+from batchopt_workers.evaluate.work import ChunkDone
+from batchopt_workers.evaluate.worker import Precode, Worker
+from batchopt_workers.functions.forms import Column, MemoryOutput, sums_layout
+from batchopt_workers.functions.task import Task
+from batchopt_workers.wire.failures import message_of
+from batchopt_workers.wire.interrupts import let_through
+from batchopt_workers.wire.orders import Cut, Kind, Order
+from batchopt_workers.wire.packing import pack
 
 
 class SerialBackend(Backend):
@@ -65,7 +63,7 @@ class SerialBackend(Backend):
         if device.type != "cpu":
             self._evaluator.walk.place = Placing(device)  # of a batch that is on the CPU
         self._version = object()
-        self._clock, self._draws_others = Clock(), True
+        self._audits, self._draws_others = Audits(setup, self._evaluator), True
         self._output, self._mode = MemoryOutput(), setup.mode
         self._rows = self._make_rows(1)
         self._over: tuple[Gradient, Rows] | None = None  # the rows over df/dX
@@ -118,7 +116,7 @@ class SerialBackend(Backend):
         """Take over changes of the module: other tensors to watch, other numbers that report its state."""
         self._evaluator.walk.constants = self._constants()
         self._evaluator.look_again()
-        self._clock.restart()
+        self._audits.clock.restart()
         self._version = object()
         if self._rows.changes != self._setup.buffers.size:
             self._rows, self._over = self._make_rows(len(self._rows)), None
@@ -195,17 +193,17 @@ class SerialBackend(Backend):
                 rows = self._rows_over(into)
                 is_written = rows is not None
             rows = rows or self._rows_for(most_held(first, last, cut.chunks))
-        copies = None
-        if order.kind is Kind.EVALUATE and self._clock.begin(order.evaluation) and self._clock.is_due:
-            copies = self._copies(order)
+        clock = self._audits.clock
+        audits = order.kind is Kind.EVALUATE and clock.begin(order.evaluation) and clock.is_due
+        audits = audits and self._audits.begin(order)
         # memory that is allocated in inference mode cannot be written outside of it, and worker processes are not in it
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False):
                 found = self._undisturbed(order, rows)
         else:
             found = self._undisturbed(order, rows)
-        if copies is not None:
-            self._audit(order, copies)
+        if audits:
+            self._audits.end(order, self._mode.threads)
         return self._answers(cut, order, found, last_one, into if is_written else None)
 
     def _undisturbed(self, order: Order, rows: Rows | None) -> list[ChunkDone]:
@@ -222,29 +220,6 @@ class SerialBackend(Backend):
                 return carry_out(evaluator, order, rows, 0)
         finally:
             set_torch_states(states)
-
-    # ---- audits
-
-    def _copies(self, order: Order) -> tuple[Evaluator, Batch] | None:
-        """Return copies of the program and of a few samples; None for what cannot be copied, and is not audited."""
-        mine = self._evaluator
-        try:
-            copy = evaluator_of_copy(self._setup.program, self._setup.flat)
-            batch = few(mine.loaded.batch, last_samples(order, mine))
-        except Exception as error:
-            let_through(error)
-            return None
-        copy.loss.weights = mine.loss.weights
-        return copy, batch
-
-    def _audit(self, order: Order, copies: tuple[Evaluator, Batch]) -> None:
-        """Raise `WorkerError` if the module finds something else than its copy from before the evaluation."""
-        copy, batch = copies
-        try:
-            with draws_kept(), torch_threads(self._mode.threads), torch.inference_mode(False):
-                audit(self._evaluator, order, copy.worker, lambda: copy.eagerly(order.step, batch))
-        except ValueError as error:
-            raise error_of(self._evaluator, order, 0, error) from error
 
     def _answers(
         self,
@@ -300,7 +275,7 @@ class SerialBackend(Backend):
             raise ValueError(f"this process is one worker, not {workers}")
 
     def run(self, function: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
-        self._clock.restart()
+        self._audits.clock.restart()
         return [function(self._worker, *arguments)]
 
     def close(self) -> None:
@@ -316,14 +291,6 @@ def carry_out(evaluator: Evaluator, order: Order, rows: Rows | None, rank: int) 
     except Exception as error:
         let_through(error)
         raise error_of(evaluator, order, rank, error) from error
-
-
-def error_of(evaluator: Evaluator, order: Order, rank: int, error: Exception) -> WorkerError:
-    """Return the error of the worker of that rank, which raised `error` at its current samples."""
-    loaded = evaluator.loaded if order.kind is Kind.EVALUATE else evaluator.tasks.loaded
-    samples = evaluator.current
-    name, message, kinds = type(error).__name__, message_of(error), kinds_of(error)
-    return WorkerError(rank, name, message, samples, terms=loaded.batch.numbering.within(samples), kinds=kinds)
 
 
 def _settled(found: list[ChunkDone], rows: Rows) -> list[ChunkDone]:

@@ -18,7 +18,7 @@ from batchopt.optim.curvature import Curvature
 from batchopt.optim.line import Closure, Function, Line, Point
 from batchopt.optim.options import as_numbers, check_options
 from batchopt.optim.vector import Vector
-from batchopt_workers.data.layout import reals
+from batchopt_workers.wire.layout import reals
 
 
 class Status(Enum):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from batchopt.optim.curvature import Curvature
-from batchopt_workers.data.structures import PLAIN
+from batchopt_workers.wire.structures import PLAIN
 
 
 class Rollback:

@@ -9,11 +9,11 @@ import torch
 from torch.nn.functional import pad
 
 from batchopt.optim.quadratic import Products
-from batchopt_workers.data.layout import reals
-from batchopt_workers.map.squares import checked
-from batchopt_workers.process.torch_settings import differentiable_twice
-from batchopt_workers.tasks.jacobian import ROOM, dense, product_with
-from batchopt_workers.tasks.least_squares import PROBE, moved
+from batchopt_workers.functions.jacobian import ROOM, dense, product_with
+from batchopt_workers.functions.least_squares import PROBE, moved
+from batchopt_workers.functions.squares import checked
+from batchopt_workers.life.torch_settings import differentiable_twice
+from batchopt_workers.wire.layout import reals
 
 
 @runtime_checkable

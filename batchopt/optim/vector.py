@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from batchopt.optim.algebra import copy
-from batchopt_workers.data.layout import reals
+from batchopt_workers.wire.layout import reals
 
 
 def _whole(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:

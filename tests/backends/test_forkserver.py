@@ -145,7 +145,7 @@ def test_it_ends_when_nobody_has_needed_it_for_a_while() -> None:
     script = """
     import os, sys
     from multiprocessing.connection import Connection
-    from batchopt_workers.process import forkserver
+    from batchopt_workers.life import forkserver
     forkserver.LINGER = 0.05
     forkserver.main(Connection(int(sys.argv[1])), os.getppid())
     """

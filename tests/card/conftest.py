@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from batchopt._machine.device_memory import MEMORY
-from batchopt_workers.graphs.recording import RECORDINGS, CudaRecording
+from batchopt_workers.shortcuts.recording import RECORDINGS, CudaRecording
 from tests import card
 from tests.card.recorded import Recorded
 

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Recorded:
-    """The recording of a function on the simulated card: see `batchopt_workers.graphs.recording.Recording`."""
+    """The recording of a function on the simulated card: see `batchopt_workers.shortcuts.recording.Recording`."""
 
     made: ClassVar[list[Any]] = []  # all of this process
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from batchopt import CG, LBFGS, BatchOptimizer, LevenbergMarquardt, SSBroyden, Term, WorkerError
-from batchopt_workers.graphs.recording import GraphMemory
+from batchopt_workers.shortcuts.recording import GraphMemory
 from tests import card
 from tests.workloads import Pairs
 

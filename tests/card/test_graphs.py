@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from batchopt import BatchOptimizer, NonFiniteError, Term
-from batchopt_workers.graphs.recording import RECORDINGS
+from batchopt_workers.shortcuts.recording import RECORDINGS
 from tests.card.recorded import Recorded
 from tests.card.test_card import data, residual, short, square
 
@@ -394,7 +394,7 @@ def test_a_kept_output_puts_recording_off_in_older_torch(
     recorded: list[Any], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The nodes of its autograd graph belong to a stream that is not recorded."""
-    monkeypatch.setattr("batchopt_workers.graphs.graphs.can_add_there", lambda: False)
+    monkeypatch.setattr("batchopt_workers.shortcuts.graphs.can_add_there", lambda: False)
     with built(device, True) as opt:
         x, y = there(device)
         output = opt.module(x)

@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 from batchopt._program import compiler
-from batchopt_workers.compiled.compiler import traced
-from batchopt_workers.compiled.form import STATISTIC, PackedPiece, Request, form_of
-from batchopt_workers.compiled.trace import Traced
-from batchopt_workers.data.batch import Piece
-from batchopt_workers.data.packing import pack
-from batchopt_workers.map.program import Program
-from batchopt_workers.map.shortcuts import Differs, Outcome, compare
-from batchopt_workers.process.torch_settings import TorchSettings
+from batchopt_workers.batch.batch import Piece
+from batchopt_workers.evaluate.program import Program
+from batchopt_workers.life.torch_settings import TorchSettings
+from batchopt_workers.shortcuts.compiler import traced
+from batchopt_workers.shortcuts.form import STATISTIC, PackedPiece, Request, form_of
+from batchopt_workers.shortcuts.shortcuts import Differs, Outcome, compare
+from batchopt_workers.shortcuts.trace import Traced
+from batchopt_workers.wire.packing import pack
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch's own, as in the process that compiles
 

@@ -34,7 +34,7 @@ class Untold(Exception):
 
 
 class Plan:
-    """The hook of `batchopt_workers.process.faults`."""
+    """The hook of `batchopt_workers.life.faults`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -42,7 +42,7 @@ class Plan:
         self._seen = [0] * len(self._faults)
 
     def __call__(self, point: str, chunk: int) -> None:
-        from batchopt_workers.process import faults
+        from batchopt_workers.life import faults
 
         if point == "worker.forward":
             log = os.open(self._folder / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
@@ -74,7 +74,7 @@ class LatestPlan:
         self._home = home
 
     def __call__(self, point: str, chunk: int) -> None:
-        from batchopt_workers.process import faults
+        from batchopt_workers.life import faults
 
         faults.hook = Plan(Path((self._home / "case").read_text()))
         faults.hook(point, chunk)
@@ -111,7 +111,7 @@ def act(action: str, caller: FrameType) -> None:
     elif action in ("half a frame", "twice", "a wrong number"):
         say(action, caller.f_locals["self"]._connection, caller.f_locals["frame"])
     elif action in LIES:
-        from batchopt_workers.process import page
+        from batchopt_workers.wire import page
 
         slot = page.SLOTS + (caller.f_locals["number"] & 1) * page.SLOT
         caller.f_locals["ints"][slot + LIES[action](page)] = 10**6
@@ -142,7 +142,7 @@ def say(action: str, connection: Any, frame: bytes) -> None:
 
 def install(folder: Path) -> None:
     """From now on this process follows the plan in `folder`, or the one that `case` there names."""
-    from batchopt_workers.process import faults
+    from batchopt_workers.life import faults
 
     if not (folder / "plan.json").exists():
         faults.hook = LatestPlan(folder)

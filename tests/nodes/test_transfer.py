@@ -17,12 +17,12 @@ from batchopt.backends.nodes.placing import Placed
 from batchopt.backends.nodes.roster import TRANSITIONS, Member, State
 from batchopt.backends.nodes.transfer import BLOCK, KnownBatch, ProgramVersion, RowsUpdate, SentRows, digest, unpacked
 from batchopt.backends.nodes.wanted import NodeMode, NodeSetup, StepStart, TaskStart, Wanted, World, lacking
-from batchopt_workers.compiled.form import Artifact, PieceForm, Reply
-from batchopt_workers.data.batch import Batch
-from batchopt_workers.data.packing import pack
-from batchopt_workers.data.structures import tensors_in
-from batchopt_workers.process.messages import Cut
-from batchopt_workers.process.torch_settings import TorchSettings
+from batchopt_workers.batch.batch import Batch
+from batchopt_workers.life.torch_settings import TorchSettings
+from batchopt_workers.shortcuts.form import Artifact, PieceForm, Reply
+from batchopt_workers.wire.orders import Cut
+from batchopt_workers.wire.packing import pack
+from batchopt_workers.wire.structures import tensors_in
 
 
 def batch_of(inputs: Any, targets: Any = None, options: Any = None) -> Batch:

@@ -84,7 +84,7 @@ def hooked(module: nn.Module) -> bool:
 
 def built(large: bool, monkeypatch: pytest.MonkeyPatch, **options: Any) -> BatchOptimizer:
     """Any module counts as large, or none."""
-    monkeypatch.setattr("batchopt_workers.map.sums.LARGE", 0 if large else 10**9)
+    monkeypatch.setattr("batchopt_workers.evaluate.sums.LARGE", 0 if large else 10**9)
     return loaded(network(), options.pop("criterion", None), X, Y, **{"chunk_size": 5, "check_cut": False, **options})
 
 

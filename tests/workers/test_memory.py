@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from batchopt_workers.data import memory
-from batchopt_workers.data.mapping import free_memory
-from batchopt_workers.data.memory import SharedBlock
-from batchopt_workers.data.packing import Packed, dumps, pack, unpack
+from batchopt_workers.wire import memory
+from batchopt_workers.wire.mapping import free_memory
+from batchopt_workers.wire.memory import SharedBlock
+from batchopt_workers.wire.packing import Packed, dumps, pack, unpack
 
 
 def descriptors() -> list[str]:

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchopt.backends.process.channel import Channel, ProtocolError, WorkerReply
-from batchopt_workers.data.layout import Layout, Slot
-from batchopt_workers.data.memory import SharedBlock
-from batchopt_workers.map.sums import PartialSum, Report, Rows, rows_nbytes
-from batchopt_workers.map.tree import Node
-from batchopt_workers.process.failures import Failure
-from batchopt_workers.process.messages import HEAD, Kind, Message, Order, Start
-from batchopt_workers.process.page import DONE, PAGE, Board
+from batchopt_workers.evaluate.sums import PartialSum, Report, Rows, rows_nbytes
+from batchopt_workers.evaluate.tree import Node
+from batchopt_workers.wire.failures import Failure
+from batchopt_workers.wire.layout import Layout, Slot
+from batchopt_workers.wire.memory import SharedBlock
+from batchopt_workers.wire.orders import HEAD, Kind, Message, Order, Start
+from batchopt_workers.wire.page import DONE, PAGE, Board
 
 U64 = st.integers(0, 2**64 - 1)
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)  # what UTF-8 can say

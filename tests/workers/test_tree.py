@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchopt_workers.map.tree import Fold, Node, maximal, most_held
+from batchopt_workers.evaluate.tree import Fold, Node, maximal, most_held
 
 
 def join(left: str, right: str) -> str:

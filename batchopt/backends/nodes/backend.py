@@ -43,15 +43,15 @@ from batchopt.backends.nodes.transfer import KnownBatch, ProgramVersions, SentRo
 from batchopt.backends.nodes.wanted import NodeMode, NodeSetup, StepStart, TaskStart, Wanted, lacking
 from batchopt.backends.nodes.wire import wire_of
 from batchopt.errors import NodeLostError
-from batchopt_workers.compiled.form import Request
-from batchopt_workers.data.batch import Batch
-from batchopt_workers.data.memory import octets
-from batchopt_workers.data.packing import dumps, pack
-from batchopt_workers.map.program import Program
-from batchopt_workers.process.messages import TASKS, Cut, Order
-from batchopt_workers.process.torch_settings import TorchSettings, module_hooks
-from batchopt_workers.tasks.forms import Column
-from batchopt_workers.tasks.task import Task
+from batchopt_workers.batch.batch import Batch
+from batchopt_workers.evaluate.program import Program
+from batchopt_workers.functions.forms import Column
+from batchopt_workers.functions.task import Task
+from batchopt_workers.life.torch_settings import TorchSettings, module_hooks
+from batchopt_workers.shortcuts.form import Request
+from batchopt_workers.wire.memory import octets
+from batchopt_workers.wire.orders import TASKS, Cut, Order
+from batchopt_workers.wire.packing import dumps, pack
 
 T = TypeVar("T")
 

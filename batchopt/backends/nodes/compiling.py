@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from batchopt._program.compiler import Compiler
-from batchopt_workers.compiled.form import Artifact, PieceForm, Reply, Request
+from batchopt_workers.shortcuts.form import Artifact, PieceForm, Reply, Request
 
 # Seconds between two questions whether nodes have compiled.
 PAUSE = 0.1

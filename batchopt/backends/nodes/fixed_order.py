@@ -16,7 +16,7 @@ from batchopt._mapreduce.answers import Answer, Partial
 from batchopt._mapreduce.reduce import Reduction, Whole
 from batchopt.backends.nodes.group import Group
 from batchopt.backends.nodes.result import NOTHING
-from batchopt_workers.map.tree import Node
+from batchopt_workers.evaluate.tree import Node
 
 # Blocks of a slice: the sum of one is sent while the next one is received.
 BLOCKS = 4

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as _dist
 
 from batchopt.errors import BatchoptError, NodeLostError
-from batchopt_workers.data.memory import octets
+from batchopt_workers.wire.memory import octets
 
 dist: Any = _dist  # torch exports only a part of it
 

@@ -33,7 +33,7 @@ from batchopt.backends.nodes.team import Team
 from batchopt.backends.nodes.wire import Wire
 from batchopt.backends.patience import ATTEMPTS, STARTUP
 from batchopt.errors import AllWorkersLostError, BatchoptError, NodeLostError, WorkerError, WorkerStartError
-from batchopt_workers.process.messages import versions
+from batchopt_workers.wire.orders import versions
 
 # Seconds in which a node has to answer at all, and to report once it was placed.
 ANSWERING = 30.0

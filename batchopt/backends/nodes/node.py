@@ -29,8 +29,8 @@ from batchopt.backends.nodes.group import Group, address_towards, dist
 from batchopt.backends.nodes.session import NodeSession
 from batchopt.backends.nodes.team import Evaluation, Team
 from batchopt.errors import NodeLostError
-from batchopt_workers.compiled.form import Reply
-from batchopt_workers.process.messages import TASKS, versions
+from batchopt_workers.shortcuts.form import Reply
+from batchopt_workers.wire.orders import TASKS, versions
 
 # Seconds between two signs of life.
 BEAT = 1.0

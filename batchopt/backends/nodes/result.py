@@ -13,8 +13,8 @@ from batchopt._mapreduce.answers import Answer, Partial
 from batchopt._mapreduce.compression import DoesNotFit
 from batchopt.backends.base import WorkerInfo
 from batchopt.errors import BatchoptError, RemoteTraceback, WorkerError
-from batchopt_workers.map.tree import Node
-from batchopt_workers.process.failures import Failure, describe
+from batchopt_workers.evaluate.tree import Node
+from batchopt_workers.wire.failures import Failure, describe
 
 # Largest vector in bytes that is sent inside a result: more messages take longer than more bytes.
 WHOLE = 2**17

@@ -20,14 +20,14 @@ from batchopt.backends.nodes.wanted import NodeMode, NodeSetup, StepStart, TaskS
 from batchopt.backends.nodes.wire import Wire, wire_of
 from batchopt.backends.process.backend import ProcessBackend
 from batchopt.backends.process.shared_program import Holder
-from batchopt_workers.compiled.form import Reply, Request
-from batchopt_workers.data.batch import Batch
-from batchopt_workers.data.memory import SharedBlock
-from batchopt_workers.data.packing import assemble, dumps
-from batchopt_workers.map.module_state import ModuleState
-from batchopt_workers.map.program import Program
-from batchopt_workers.process.messages import Cut
-from batchopt_workers.process.torch_settings import TorchSettings
+from batchopt_workers.batch.batch import Batch
+from batchopt_workers.evaluate.program import Program
+from batchopt_workers.evaluate.state import ModuleState
+from batchopt_workers.life.torch_settings import TorchSettings
+from batchopt_workers.shortcuts.form import Reply, Request
+from batchopt_workers.wire.memory import SharedBlock
+from batchopt_workers.wire.orders import Cut
+from batchopt_workers.wire.packing import assemble, dumps
 
 
 class NodeSession:

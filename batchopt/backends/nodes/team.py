@@ -41,9 +41,9 @@ from batchopt.backends.nodes.wire import Wire
 from batchopt.backends.process.backend import ProcessBackend
 from batchopt.backends.serial import SerialBackend
 from batchopt.errors import NodesDifferError
-from batchopt_workers.data.packing import dumps
-from batchopt_workers.map.tree import Node
-from batchopt_workers.process.messages import Cut, Kind, Order
+from batchopt_workers.evaluate.tree import Node
+from batchopt_workers.wire.orders import Cut, Kind, Order
+from batchopt_workers.wire.packing import dumps
 
 # The backend that evaluates for a member.
 Local = SerialBackend | ProcessBackend

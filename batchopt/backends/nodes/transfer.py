@@ -18,13 +18,13 @@ from batchopt._machine.cores import usable_cores
 from batchopt._program.program import PickledProgram
 from batchopt._program.unpicklable import sending
 from batchopt.backends.base import Prepared
-from batchopt_workers.data.batch import Batch, Samples
-from batchopt_workers.data.items import Items
-from batchopt_workers.data.memory import octets
-from batchopt_workers.data.packing import Packed, Placement, assemble, copy_into, pack
-from batchopt_workers.data.structures import tensors_in
-from batchopt_workers.map.program import Program
-from batchopt_workers.map.weighting import Weighting
+from batchopt_workers.batch.batch import Batch, Samples
+from batchopt_workers.batch.items import Items
+from batchopt_workers.batch.weighting import Weighting
+from batchopt_workers.evaluate.program import Program
+from batchopt_workers.wire.memory import octets
+from batchopt_workers.wire.packing import Packed, Placement, assemble, copy_into, pack
+from batchopt_workers.wire.structures import tensors_in
 
 # Size in bytes of the blocks of a digest.
 BLOCK = 2**22

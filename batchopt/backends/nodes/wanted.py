@@ -17,11 +17,11 @@ import torch
 
 from batchopt._mapreduce.compression import Compression
 from batchopt.backends.nodes.transfer import ProgramVersion, SentRows
-from batchopt_workers.compiled.form import Request
-from batchopt_workers.data.layout import Layout
-from batchopt_workers.data.packing import Packed
-from batchopt_workers.process.messages import Cut
-from batchopt_workers.process.torch_settings import TorchSettings
+from batchopt_workers.life.torch_settings import TorchSettings
+from batchopt_workers.shortcuts.form import Request
+from batchopt_workers.wire.layout import Layout
+from batchopt_workers.wire.orders import Cut
+from batchopt_workers.wire.packing import Packed
 
 
 class NodeSetup(NamedTuple):

@@ -14,7 +14,7 @@ import torch
 
 from batchopt._mapreduce.compression import Compression, DoesNotFit, compress
 from batchopt.backends.base import Setup
-from batchopt_workers.data.layout import Layout
+from batchopt_workers.wire.layout import Layout
 
 
 class Wire:

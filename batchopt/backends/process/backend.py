@@ -1,6 +1,6 @@
 """The process backend: worker processes on this machine, over shared memory.
 
-    parent (group.py)                       ║ process     worker (batchopt_workers.process.loop)
+    parent (group.py)                       ║ process     worker (batchopt_workers.life.loop)
                                             ║ boundary
     CALL load(...), set_cut(...)  ── pipe ──╫──────────►  maps the blocks, cuts the batch
     order, limit    numbers of its page    ═╬═══════════  forward/backward at X, or a function of the user
@@ -13,7 +13,7 @@
     wake up     ◄── event, one for all ─────╫───────────  at the end of an order
 
 Each worker has one private socket pair. Descriptors of later blocks travel over the same pair, so nothing ever listens.
-What pages say, in which order, and why that suffices is in `batchopt_workers.process.page`. This file has the memory of
+What pages say, in which order, and why that suffices is in `batchopt_workers.wire.page`. This file has the memory of
 batches; the workers are in `group`. Who evaluates what is decided in `scheduler`; processes are kept alive by `pool`,
 as `roster` decides.
 """
@@ -36,12 +36,12 @@ from batchopt.backends.process.shared_program import Holder
 from batchopt.backends.process.startup import check_workers, room_for
 from batchopt.backends.process.wanted import Activity, SessionCall
 from batchopt.backends.process.worker import call
-from batchopt_workers.data.batch import Batch
-from batchopt_workers.data.memory import SharedBlock
-from batchopt_workers.data.packing import Packed, pack, unpack
-from batchopt_workers.process.session import ASIDE, Session, batch_name
-from batchopt_workers.tasks.task import Task
-from batchopt_workers.tasks.task_runner import of_term
+from batchopt_workers.batch.batch import Batch
+from batchopt_workers.functions.runner import of_term
+from batchopt_workers.functions.task import Task
+from batchopt_workers.life.session import ASIDE, Session, batch_name
+from batchopt_workers.wire.memory import SharedBlock
+from batchopt_workers.wire.packing import Packed, pack, unpack
 
 # Largest memory in bytes that is kept from the batch of one task for that of the next.
 KEPT = 2**28

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import NamedTuple, Protocol
 
-from batchopt_workers.process.messages import ANSWERS, HEAD, Message
+from batchopt_workers.wire.orders import ANSWERS, HEAD, Message
 
 _LENGTH = struct.Struct("!i")  # of what follows, as multiprocessing's connections write it
 _READ = 2**18  # bytes asked for at a time

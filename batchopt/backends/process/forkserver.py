@@ -1,4 +1,4 @@
-"""The parent's end of the process that workers are forked from (`batchopt_workers.process.forkserver`): started when
+"""The parent's end of the process that workers are forked from (`batchopt_workers.life.forkserver`): started when
 the first worker is, and kept for the next ones."""
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from batchopt._machine.cores import share_cores
 from batchopt._machine.descriptors import apart_from_streams, close_all
 from batchopt.backends.process.spawn import LaunchedProcess, preparation, standard_output
 from batchopt.backends.process.stderr import Stderr
-from batchopt_workers.map.program import Program
-from batchopt_workers.process import forkserver
-from batchopt_workers.process.forkserver import HAS_THREADS, OF_JOBS, REPLY, Command, CommandMessage, Descriptors
+from batchopt_workers.evaluate.program import Program
+from batchopt_workers.life import forkserver
+from batchopt_workers.life.forkserver import HAS_THREADS, OF_JOBS, REPLY, Command, CommandMessage, Descriptors
 
 # Timeouts in seconds of the fork server: to start and answer for the first time; to answer later, which takes
 # milliseconds; and to end the workers and their remaining processes once it is no longer needed.

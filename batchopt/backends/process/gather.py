@@ -20,14 +20,14 @@ from batchopt.backends.process.scheduler import Assign, ChunkRun, WorkerSchedule
 from batchopt.backends.process.wanted import Activity, SessionCall
 from batchopt.backends.process.worker import Listener, PendingCall, WorkerProcess, error_of
 from batchopt.errors import PoisonChunkError, WorkerError, WorkerLostError
-from batchopt_workers.data.batch import Numbering
-from batchopt_workers.map.sums import Report, Rows
-from batchopt_workers.map.tree import Node
-from batchopt_workers.process import faults
-from batchopt_workers.process.failures import Failure, message_of
-from batchopt_workers.process.interrupts import let_through
-from batchopt_workers.process.messages import CHUNK, TASKS, Cut, Kind, Message, Order
-from batchopt_workers.tasks.forms import Form, sums_layout
+from batchopt_workers.batch.batch import Numbering
+from batchopt_workers.evaluate.sums import Report, Rows
+from batchopt_workers.evaluate.tree import Node
+from batchopt_workers.functions.forms import Form, sums_layout
+from batchopt_workers.life import faults
+from batchopt_workers.wire.failures import Failure, message_of
+from batchopt_workers.wire.interrupts import let_through
+from batchopt_workers.wire.orders import CHUNK, TASKS, Cut, Kind, Message, Order
 
 
 class _Raised(NamedTuple):

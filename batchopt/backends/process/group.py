@@ -49,20 +49,20 @@ from batchopt.backends.process.shared_program import Holder, SentProgram, Shared
 from batchopt.backends.process.startup import startup_calls
 from batchopt.backends.process.wanted import Activity, SessionCall, Told, Wanted
 from batchopt.backends.process.worker import WorkerProcess, call, call_with_block
-from batchopt_workers.compiled.form import Artifact
-from batchopt_workers.data.batch import Batch, Numbering
-from batchopt_workers.data.memory import SharedBlock
-from batchopt_workers.data.packing import Packed
-from batchopt_workers.map.module_state import ModuleState
-from batchopt_workers.map.program import Program
-from batchopt_workers.map.tree import most_held
-from batchopt_workers.process import faults
-from batchopt_workers.process.failures import Warned
-from batchopt_workers.process.messages import TASKS, Cut, Kind, Order, Start
-from batchopt_workers.process.page import Board
-from batchopt_workers.process.session import Session
-from batchopt_workers.tasks.forms import Column
-from batchopt_workers.tasks.task import Task
+from batchopt_workers.batch.batch import Batch, Numbering
+from batchopt_workers.evaluate.program import Program
+from batchopt_workers.evaluate.state import ModuleState
+from batchopt_workers.evaluate.tree import most_held
+from batchopt_workers.functions.forms import Column
+from batchopt_workers.functions.task import Task
+from batchopt_workers.life import faults
+from batchopt_workers.life.session import Session
+from batchopt_workers.shortcuts.form import Artifact
+from batchopt_workers.wire.failures import Warned
+from batchopt_workers.wire.memory import SharedBlock
+from batchopt_workers.wire.orders import TASKS, Cut, Kind, Order, Start
+from batchopt_workers.wire.packing import Packed
+from batchopt_workers.wire.page import Board
 
 # Seconds that a worker stays awake after a short order, where each has a core.
 AWAKE = 5e-4

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from batchopt.backends.patience import STARTUP, UNKNOWN
 from batchopt.backends.process.wanted import Activity
 from batchopt.backends.process.worker import Listener, WorkerProcess
-from batchopt_workers.process.messages import Cut, Kind, Order
+from batchopt_workers.wire.orders import Cut, Kind, Order
 
 
 class Pace(NamedTuple):

@@ -26,9 +26,9 @@ from batchopt.backends.process.roster import AT_WORK, ORDERABLE, SILENT, BusyWor
 from batchopt.backends.process.wanted import NOTHING, Activity, SessionCall, Told, Wanted, having, lacking
 from batchopt.backends.process.worker import Listener, PendingCall, WorkerProcess, error_of
 from batchopt.errors import AllWorkersLostError, BatchoptError, WorkerStartError
-from batchopt_workers.process.failures import Failure
-from batchopt_workers.process.messages import CHUNK, NONES, Message, versions
-from batchopt_workers.process.page import DONE, REPORTS, fence
+from batchopt_workers.wire.failures import Failure
+from batchopt_workers.wire.orders import CHUNK, NONES, Message, versions
+from batchopt_workers.wire.page import DONE, REPORTS, fence
 
 # Seconds in which a worker has to end by itself once the parent has closed its pipe.
 GRACE = 1.0

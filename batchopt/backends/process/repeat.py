@@ -13,10 +13,10 @@ from batchopt._mapreduce.reduce import Answers, Pattern
 from batchopt.backends.base import Meanwhile, Run
 from batchopt.backends.process.pool import Pool
 from batchopt.backends.process.scheduler import WORTHWHILE
-from batchopt_workers.map.sums import Array
-from batchopt_workers.process import faults
-from batchopt_workers.process.messages import TASKS, Cut, Kind, Order, Start
-from batchopt_workers.process.page import (
+from batchopt_workers.evaluate.sums import Array
+from batchopt_workers.life import faults
+from batchopt_workers.wire.orders import TASKS, Cut, Kind, Order, Start
+from batchopt_workers.wire.page import (
     BATCH,
     BEGAN,
     DONE,

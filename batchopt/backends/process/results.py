@@ -11,10 +11,10 @@ from batchopt.backends.process.pool import Pool
 from batchopt.backends.process.task_files import ResultFile
 from batchopt.backends.process.wanted import Activity, SessionCall, Told
 from batchopt.backends.process.worker import call, call_with_block, call_with_file
-from batchopt_workers.data.memory import SharedBlock
-from batchopt_workers.data.packing import Packed, Placement
-from batchopt_workers.process.session import TASK, Session
-from batchopt_workers.tasks.forms import Column
+from batchopt_workers.functions.forms import Column
+from batchopt_workers.life.session import TASK, Session
+from batchopt_workers.wire.memory import SharedBlock
+from batchopt_workers.wire.packing import Packed, Placement
 
 
 class KeptTask(NamedTuple):

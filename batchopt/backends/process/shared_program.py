@@ -14,12 +14,12 @@ from batchopt._program.program import PickledProgram
 from batchopt.backends.process.pool import Pool
 from batchopt.backends.process.wanted import Activity
 from batchopt.backends.process.worker import call, call_with_block
-from batchopt_workers.data.memory import SharedBlock
-from batchopt_workers.data.packing import Packed, copy_into
-from batchopt_workers.data.places import tensors_of
-from batchopt_workers.map.program import Program
-from batchopt_workers.process.session import Session
-from batchopt_workers.process.torch_settings import TorchSettings, module_hooks
+from batchopt_workers.evaluate.program import Program
+from batchopt_workers.life.session import Session
+from batchopt_workers.life.torch_settings import TorchSettings, module_hooks
+from batchopt_workers.watch.places import tensors_of
+from batchopt_workers.wire.memory import SharedBlock
+from batchopt_workers.wire.packing import Packed, copy_into
 
 
 class _SharedTensor(NamedTuple):

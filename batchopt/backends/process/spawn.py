@@ -23,7 +23,7 @@ from multiprocessing.popen_spawn_posix import Popen as SpawnPopen
 from typing import Any
 
 from batchopt._machine.descriptors import close_all
-from batchopt_workers.process.parent import tie
+from batchopt_workers.life.parent import tie
 
 
 class _Popen(SpawnPopen):

@@ -18,9 +18,9 @@ from batchopt.backends.process.spawn import preparation
 from batchopt.backends.process.wanted import Activity, SessionCall
 from batchopt.backends.process.worker import call, call_with_block
 from batchopt.errors import BatchoptError
-from batchopt_workers.data.memory import SharedBlock
-from batchopt_workers.process.session import Session
-from batchopt_workers.process.torch_settings import TorchSettings
+from batchopt_workers.life.session import Session
+from batchopt_workers.life.torch_settings import TorchSettings
+from batchopt_workers.wire.memory import SharedBlock
 
 # Measured needs of one worker process: bytes of private memory, with torch imported and an allocator that keeps its
 # memory; and open files of this process, for its pipes and its gradients.

@@ -12,9 +12,9 @@ import sys
 import weakref
 from contextlib import suppress
 
-from batchopt_workers.data.mapping import punch_hole
-from batchopt_workers.data.memory import anonymous_file
-from batchopt_workers.process.failures import BEGUN, MARKED, Warned
+from batchopt_workers.wire.failures import BEGUN, MARKED, Warned
+from batchopt_workers.wire.mapping import punch_hole
+from batchopt_workers.wire.memory import anonymous_file
 
 TAIL = 2**12  # bytes shown in an error
 _MODULES = re.compile(rb"\nExtension modules: .*")  # after faulthandler's frames: kilobytes once SciPy is imported

@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from batchopt_workers.data import mapping
-from batchopt_workers.data.layout import Layout
-from batchopt_workers.data.memory import GrowingFile, octets
-from batchopt_workers.map.sums import Rows, SharedTotals, rows_nbytes
-from batchopt_workers.tasks.forms import Column, places
+from batchopt_workers.evaluate.sums import Rows, SharedTotals, rows_nbytes
+from batchopt_workers.functions.forms import Column, places
+from batchopt_workers.wire import mapping
+from batchopt_workers.wire.layout import Layout
+from batchopt_workers.wire.memory import GrowingFile, octets
 
 # Largest result in bytes that is read, so that it keeps no mapping.
 _SMALL = 2**20

@@ -21,15 +21,15 @@ from batchopt.backends.process.stderr import Stderr
 from batchopt.backends.process.task_files import TotalsFile
 from batchopt.backends.process.wanted import Activity, SessionCall, Told, Wanted
 from batchopt.errors import RemoteTraceback, WorkerError
-from batchopt_workers.data.batch import Numbering
-from batchopt_workers.data.layout import Layout
-from batchopt_workers.data.memory import SharedBlock
-from batchopt_workers.data.packing import dumps
-from batchopt_workers.map.sums import Rows, rows_nbytes
-from batchopt_workers.process.failures import Failure, Warned
-from batchopt_workers.process.messages import Order, Start
-from batchopt_workers.process.page import DONE, NUMBER, Board
-from batchopt_workers.process.session import Session
+from batchopt_workers.batch.batch import Numbering
+from batchopt_workers.evaluate.sums import Rows, rows_nbytes
+from batchopt_workers.life.session import Session
+from batchopt_workers.wire.failures import Failure, Warned
+from batchopt_workers.wire.layout import Layout
+from batchopt_workers.wire.memory import SharedBlock
+from batchopt_workers.wire.orders import Order, Start
+from batchopt_workers.wire.packing import dumps
+from batchopt_workers.wire.page import DONE, NUMBER, Board
 
 # Signals from outside; SIGKILL also comes from the kernel if memory is short.
 _SENT = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)

@@ -24,14 +24,14 @@ from batchopt._program.copies import evaluator_of_copy
 from batchopt.backends.base import Run, Setup
 from batchopt.backends.nodes.group import Group
 from batchopt.backends.nodes.result import Call
-from batchopt_workers.data.batch import Batch
-from batchopt_workers.data.items import Items
-from batchopt_workers.data.structures import tensors_in
-from batchopt_workers.map.audit import few
-from batchopt_workers.map.seeding import draws_kept
-from batchopt_workers.process.interrupts import let_through
-from batchopt_workers.process.messages import Cut, Kind, Order, versions
-from batchopt_workers.tasks.inspection import written
+from batchopt_workers.batch.batch import Batch
+from batchopt_workers.batch.items import Items
+from batchopt_workers.evaluate.audit import few
+from batchopt_workers.evaluate.draws import draws_kept
+from batchopt_workers.functions.inspection import written
+from batchopt_workers.wire.interrupts import let_through
+from batchopt_workers.wire.orders import Cut, Kind, Order, versions
+from batchopt_workers.wire.structures import tensors_in
 
 # The key of what a program finds.
 PROGRAM = "f of the last samples and |df/dX|"
@@ -95,7 +95,7 @@ class Alike:
         setup, batch = self._setup, self._batch
         assert batch is not None
         try:
-            copy = evaluator_of_copy(setup.program, setup.flat)
+            copy = evaluator_of_copy(setup.program, setup.flat, setup.program.module.buffers())
             self._attributes = written(copy.worker)
             with torch.inference_mode(False), draws_kept(), torch_threads(setup.threads):
                 losses, gradient, *_ = copy.eagerly(step, few(batch, range(batch.size)))

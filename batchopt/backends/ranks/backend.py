@@ -34,11 +34,11 @@ from batchopt.backends.process.backend import ProcessBackend
 from batchopt.backends.ranks.alike import Alike
 from batchopt.backends.ranks.launch import meet, ranks_here
 from batchopt.backends.serial import SerialBackend
-from batchopt_workers.data.batch import Batch
-from batchopt_workers.data.packing import dumps
-from batchopt_workers.process.messages import Cut, Order
-from batchopt_workers.tasks.forms import Column
-from batchopt_workers.tasks.task import Task
+from batchopt_workers.batch.batch import Batch
+from batchopt_workers.functions.forms import Column
+from batchopt_workers.functions.task import Task
+from batchopt_workers.wire.orders import Cut, Order
+from batchopt_workers.wire.packing import dumps
 
 # Default seconds for which another rank may not respond.
 PATIENCE = 1800.0

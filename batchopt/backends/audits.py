@@ -1,0 +1,58 @@
+"""Audits of the user's own module, by copies made before an evaluation: see `batchopt_workers.evaluate.audit`."""
+
+from __future__ import annotations
+
+import torch
+
+from batchopt._machine.cores import torch_threads
+from batchopt._program.copies import evaluator_of_copy
+from batchopt.backends.base import Setup
+from batchopt.errors import WorkerError
+from batchopt_workers.batch.batch import Batch
+from batchopt_workers.evaluate.audit import audit, few, last_samples
+from batchopt_workers.evaluate.clock import Clock
+from batchopt_workers.evaluate.draws import draws_kept
+from batchopt_workers.evaluate.evaluator import Evaluator
+from batchopt_workers.wire.failures import kinds_of, message_of
+from batchopt_workers.wire.interrupts import let_through
+from batchopt_workers.wire.orders import Kind, Order
+
+
+class Audits:
+    """The audits of an evaluator on the user's own module; `clock`: when they come."""
+
+    def __init__(self, setup: Setup, evaluator: Evaluator) -> None:
+        self.clock = Clock()
+        self._setup, self._evaluator = setup, evaluator
+        self._copies: tuple[Evaluator, Batch] | None = None
+
+    def begin(self, order: Order) -> bool:
+        """Copy the program and a few samples before an evaluation that is due; tell whether it will be audited: what
+        cannot be copied is not."""
+        mine, setup = self._evaluator, self._setup
+        try:
+            copy = evaluator_of_copy(setup.program, setup.flat, mine.walk.constants.tensors)
+            self._copies = copy, few(mine.loaded.batch, last_samples(order, mine))
+        except Exception as error:
+            let_through(error)
+            return False
+        copy.loss.weights = mine.loss.weights
+        return True
+
+    def end(self, order: Order, threads: int | None) -> None:
+        """Raise `WorkerError` if the module finds something else than its copy from before the evaluation."""
+        assert self._copies is not None
+        (copy, batch), self._copies = self._copies, None
+        try:
+            with draws_kept(), torch_threads(threads), torch.inference_mode(False):
+                audit(self._evaluator, order, copy.worker, lambda: copy.eagerly(order.step, batch))
+        except ValueError as error:
+            raise error_of(self._evaluator, order, 0, error) from error
+
+
+def error_of(evaluator: Evaluator, order: Order, rank: int, error: Exception) -> WorkerError:
+    """Return the error of the worker of that rank, which raised `error` at its current samples."""
+    loaded = evaluator.loaded if order.kind is Kind.EVALUATE else evaluator.tasks.loaded
+    samples = evaluator.current
+    name, message, kinds = type(error).__name__, message_of(error), kinds_of(error)
+    return WorkerError(rank, name, message, samples, terms=loaded.batch.numbering.within(samples), kinds=kinds)

@@ -1,0 +1,1 @@
+"""Batches in memory, and the pieces that they are cut into."""

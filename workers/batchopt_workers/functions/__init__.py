@@ -1,0 +1,1 @@
+"""Functions of a batch other than f."""

@@ -1,0 +1,77 @@
+"""A stand-in for the module in which each sample has its own parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.func import functional_call, vmap
+
+from batchopt_workers.wire.structures import has_a_row_each, is_tensor, map_tensors, tensors_in
+
+
+class Unmappable(Exception):
+    """Samples cannot be evaluated separately in this way."""
+
+
+class Apart:
+    """Called like the module, or a part of it; evaluates each sample with its own parameters, which are views of
+    `parameters`, shape `(samples, ...)`. Any other use raises `Unmappable`."""
+
+    def __init__(
+        self, module: torch.nn.Module, prefix: str, parameters: Mapping[str, torch.Tensor], samples: int
+    ) -> None:
+        self._module, self._prefix, self._parameters, self._samples = module, prefix, parameters, samples
+
+    def __call__(self, *arguments: Any) -> Any:
+        leaves, rebuild = per_sample(arguments, self._samples)
+        own = {
+            name.removeprefix(self._prefix): parameter
+            for name, parameter in self._parameters.items()
+            if name.startswith(self._prefix)
+        }
+
+        def one(parameters: dict[str, torch.Tensor], *rows: torch.Tensor) -> Any:
+            found = functional_call(self._module, parameters, tuple(rebuild([row.unsqueeze(0) for row in rows])))
+            return map_tensors(lambda tensor: tensor.squeeze(0), found)
+
+        return vmap(one, in_dims=(0, *[0] * len(leaves)))(own, *leaves)
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._module, name)
+        if isinstance(found, torch.nn.Parameter) and found.requires_grad:
+            own = self._parameters.get(self._prefix + name)
+            if own is None or found.numel() != 1:
+                raise Unmappable
+            return own.reshape(self._samples, 1)
+        if type(found) in (bool, int, float, str, torch.nn.Parameter):  # a frozen parameter
+            return found
+        if isinstance(found, torch.nn.Module):
+            return Apart(found, f"{self._prefix}{name}.", self._parameters, self._samples)
+        raise Unmappable
+
+
+def per_sample(data: Any, samples: int) -> tuple[list[torch.Tensor], Callable[[Sequence[torch.Tensor]], Any]]:
+    """Return the tensors with a row for each sample, and a function that replaces them. Raise `Unmappable` if anything
+    else has an entry for each sample."""
+
+    def is_leaf(item: Any) -> bool:
+        return is_tensor(item) or has_a_row_each(item, samples)
+
+    leaves = [*tensors_in(data)]
+    mapped = [leaf for leaf in leaves if leaf.dim() > 0 and leaf.shape[0] == samples]
+    if not mapped or any(leaf.dim() > 0 and leaf.shape[0] != samples for leaf in leaves):
+        raise Unmappable
+
+    def rebuild(rows: Sequence[torch.Tensor]) -> Any:
+        given = iter(rows)
+
+        def own(item: Any) -> Any:
+            if not is_tensor(item):
+                raise Unmappable
+            return next(given) if item.dim() > 0 else item
+
+        return map_tensors(own, data, is_leaf)
+
+    return mapped, rebuild

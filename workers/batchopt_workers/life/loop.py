@@ -1,0 +1,235 @@
+"""A worker process: it maps the parent's memory, processes its messages one by one, and ends with it."""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import io
+import multiprocessing
+import os
+import pickle
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import cloudpickle
+import torch
+
+from batchopt_workers.evaluate.work import ChunkDone
+from batchopt_workers.functions.forms import Form
+from batchopt_workers.life import faults
+from batchopt_workers.life.parent import end, end_with, tie
+from batchopt_workers.life.session import WITH_DESCRIPTOR, Session
+from batchopt_workers.wire.failures import describe, tell_parent
+from batchopt_workers.wire.memory import octets
+from batchopt_workers.wire.orders import CHUNK, HEAD, NONES, TASKS, Message, versions
+
+# Largest message in bytes: its length is sent as a signed 4-byte number.
+LARGEST = 2**31 - 1
+# Seconds of the longest order after which a worker stays awake for the next one, if there are enough cores: waking up
+# takes a tenth of a millisecond.
+_SHORT = 0.01
+_NOTHING: bytes = cloudpickle.dumps(None)
+
+
+class _Mailbox:
+    """The worker's end of the pipe."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._poll = select.poll()
+        self._poll.register(connection.fileno(), select.POLLIN)
+
+    def take(self, awake: float) -> bytes:
+        """Return the next message; stay awake for `awake` seconds. Raise `EOFError` or `OSError` once the parent has
+        hung up."""
+        if awake:
+            until = time.perf_counter() + awake
+            while not self._poll.poll(0) and time.perf_counter() < until:
+                os.sched_yield()
+        return self._connection.recv_bytes()
+
+    def take_descriptor(self) -> int:
+        """Return the descriptor that follows a message."""
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as end:
+            _, fds, _, _ = socket.recv_fds(end, 1, 1)
+        if not fds:
+            raise EOFError
+        return fds[0]
+
+    def send(self, number: int, kind: Message, body: bytes, chunk: int = -1) -> None:
+        """Send a message about call or order `number`. Raise `ValueError` if it is too large."""
+        if len(body) + HEAD.size > LARGEST:
+            raise ValueError(
+                f"the pickled result has {len(body) / 1e9:.1f} GB; the limit is {LARGEST / 1e9:.1f} GB: return less "
+                "at a time, or write it to a file and return its path"
+            )
+        frame = HEAD.pack(number, kind) + body
+        faults.point("worker.send", chunk)
+        self._connection.send_bytes(frame)
+        faults.point("worker.sent", chunk)
+
+
+def serve(connection: Connection, session: Session) -> None:
+    """Process messages until the parent hangs up; exceptions of the user's code are reported, and do not end it."""
+    mailbox, told, awake, made = _Mailbox(connection), Told(), 0.0, 0
+    while True:
+        try:
+            message = mailbox.take(awake)
+            number, kind = HEAD.unpack_from(message)
+            if kind == Message.RING:
+                seconds = _carry_out(mailbox, session, told, made)
+                awake = session.awake if seconds < _SHORT else 0.0
+                continue
+            awake, made = 0.0, number
+            try:
+                mailbox.send(number, Message.RESULT, _call(mailbox, session, message[HEAD.size :]))
+            except BaseException as error:  # of the pipe too: then sending this one fails as well
+                mailbox.send(number, Message.REFUSED, describe(error, range(0)).encode())
+        except (EOFError, OSError):
+            return
+
+
+def _call(mailbox: _Mailbox, session: Session, body: bytes) -> bytes:
+    name, arguments = pickle.loads(body)
+    method = getattr(Session, name)
+    if method in WITH_DESCRIPTOR:
+        arguments = (*arguments, mailbox.take_descriptor())
+    faults.point(f"worker.{name}")
+    result = method(session, *arguments)
+    if result is None:
+        return _NOTHING
+    try:
+        return cloudpickle.dumps(result)  # type: ignore[no-any-return]
+    except Exception as error:  # whatever the user's classes raise
+        raise _unsendable(error) from error
+
+
+class Told:
+    """Results besides numbers that the parent was told of, so that it need not be told again: how often the posthook
+    returned None for each chunk, and the form of results, until another call is made."""
+
+    def __init__(self) -> None:
+        self._nones: dict[int, int] = {}  # by chunk
+        self._made = -1
+        self._form: Form | None = None
+        self._pickled = b""
+
+    def news(self, made: int, chunk: int, done: ChunkDone) -> Iterator[tuple[Message, bytes]]:
+        """Yield the messages about a chunk, after `made` calls."""
+        if done.results is not None:
+            if not done.says_nothing:
+                yield Message.HOOKED, CHUNK.pack(chunk) + cloudpickle.dumps(done.results)
+            elif self._nones.get(chunk) != len(done.results):
+                self._nones[chunk] = len(done.results)
+                yield Message.SILENT, NONES.pack(chunk, len(done.results))
+        if done.form is not None:
+            if made != self._made or not done.form.is_as(self._form):
+                self._made, self._form, self._pickled = made, done.form, dumps(done.form)
+                yield Message.FORM, CHUNK.pack(chunk) + self._pickled
+
+
+def _carry_out(mailbox: _Mailbox, session: Session, told: Told, made: int) -> float:
+    """Carry out the order on the page, if there is one after `made` calls, and return the seconds that it took."""
+    page = session.page
+    found = None if page is None else page.order(made)
+    if page is None or found is None:  # called off before it was begun, or rung for twice
+        return 0.0
+    number, order, start = found
+    faults.point("worker.order", order.first)
+    report, said, rows = None, 0, None if order.kind in TASKS else session.rows
+    try:
+        for done in session.evaluate(order, start):
+            chunk, report = done.next - 1, done.report()
+            if done.results is not None or done.form is not None:
+                for kind, body in told.news(made, chunk, done):
+                    mailbox.send(number, kind, body, chunk)
+                    said += 1
+            if faults.hook is not None:
+                faults.point("worker.report", chunk)
+            goes_on = page.report(report, said, done.results is not None, rows)
+            if faults.hook is not None:
+                faults.point("worker.reported", chunk)
+            if not goes_on:
+                break
+    except BaseException as error:
+        report = None
+        mailbox.send(number, Message.FAILED, describe(error, session.current).encode())
+    if faults.hook is not None:
+        faults.point("worker.done", order.last - 1)
+    if page.finish(number, report):
+        session.wake_parent()
+    return 0.0 if report is None else report.seconds
+
+
+def main(connection: Connection, rank: int, world_size: int, threads: int, ignored: int) -> None:
+    """Run a worker process, from its first message to the parent's last; it ignores the signals with these bits."""
+    for number in (signal.SIGINT, *(number for number in signal.Signals if ignored >> (number - 1) & 1)):
+        signal.signal(number, signal.SIG_IGN)  # handled by the parent only
+    faulthandler.enable(all_threads=False)  # the other threads are internal, and of no interest
+    os.set_inheritable(connection.fileno(), False)
+    parent = multiprocessing.parent_process()
+    assert parent is not None and parent.pid is not None
+    os.set_inheritable(parent.sentinel, False)
+    if os.getpgrp() == os.getpid():
+        tie(parent.sentinel, os.getpgrp())
+    watched = parent.pid, parent.sentinel
+    threading.Thread(target=end_with, args=watched, name="batchopt-parent-watch", daemon=True).start()
+    torch.set_num_threads(threads)
+    faults.rank = rank
+    faults.end_copies()
+    tell_parent()
+    faults.point("worker.greet")
+    connection.send_bytes(HEAD.pack(0, Message.READY) + versions().encode())
+    faults.point("worker.greeted")
+    serve(connection, Session(rank, world_size))
+    atexit._run_exitfuncs()  # the user's code may have registered some
+    sys.stdout.flush()
+    sys.stderr.flush()
+    end(0)
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle's class is untyped
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is torch.Tensor and _is_plain(obj):
+            return _tensor, (bytearray(octets(obj).numpy()), obj.dtype, tuple(obj.shape))
+        return super().reducer_override(obj)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Tell whether the tensor consists of its elements only, and is alone in its memory."""
+    return (
+        tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and not (tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or vars(tensor))
+        and tensor.untyped_storage().nbytes() == tensor.nbytes
+    )
+
+
+def _tensor(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    if not data:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    return torch.frombuffer(data, dtype=dtype).view(shape)
+
+
+def dumps(result: Any) -> bytes:
+    """Return the pickled result. Raise `TypeError` for an object that cannot be pickled."""
+    file = io.BytesIO()
+    try:
+        _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(result)
+    except Exception as error:  # whatever the user's classes raise
+        raise _unsendable(error) from error
+    return file.getvalue()
+
+
+def _unsendable(error: Exception) -> TypeError:
+    return TypeError(
+        f"the function returned an object that cannot be sent ({type(error).__name__}: {error}): return tensors, "
+        "numbers and text"
+    )

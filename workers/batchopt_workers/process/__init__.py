@@ -1,1 +1,0 @@
-"""The life of a worker process, and the messages between it and its parent."""

@@ -1,0 +1,1 @@
+"""Evaluations in place of eager ones."""

@@ -1,1 +1,0 @@
-"""Functions of a batch other than f: predictions, totals, Jacobians, products."""

@@ -1,0 +1,1 @@
+"""The user's objects, as the parent sees them change."""

@@ -1,0 +1,1 @@
+"""Everything that parent and workers both know: layout, packing, memory, orders, failures."""
