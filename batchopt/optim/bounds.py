@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from batchopt.optim.algebra import dot
 from batchopt.optim.vector import Vector
 
 # Pairs (lower, upper), each a number, a tensor of the parameter's shape or None: by parameter or name, or in a list.
@@ -78,10 +79,13 @@ class Box:
         """Return the gradient, 0 where a bound is active."""
         return gradient.masked_fill(self.active(x, gradient), 0.0)
 
-    def step(self, x: torch.Tensor, gradient: torch.Tensor, solve: Solve) -> torch.Tensor | None:
+    def step(
+        self, x: torch.Tensor, gradient: torch.Tensor, solve: Solve, enough: float = math.inf
+    ) -> torch.Tensor | None:
         """Return the step to the minimum of a convex quadratic model over the box, by the primal-dual active set method
         of Hintermüller, Ito and Kunisch, "The primal-dual active set strategy as a semismooth Newton method", SIAM
-        Journal on Optimization 13, 2002. Where that does not end, the step is the last one, projected."""
+        Journal on Optimization 13, 2002. Ends early with a step that, projected, falls along the gradient by `enough`
+        of what it falls by itself; where that does not end, the step is the last one, projected."""
         low, high = self.limits(x, gradient)
         fixed = low == high
         below, above = fixed | ((low >= 0) & (gradient > 0)), ~fixed & (high <= 0) & (gradient < 0)
@@ -91,6 +95,8 @@ class Box:
             if found is None:
                 return None
             step, slope = found
+            if dot(gradient, step.clamp(low, high)) <= -enough * abs(dot(gradient, step)):
+                break
             held, release = below | above, i < ANY
             under = torch.where(held, below & (fixed | (slope > 0) | (not release)), step < low)
             over = torch.where(held, above & ((slope < 0) | (not release)), step > high)

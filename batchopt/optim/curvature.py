@@ -159,7 +159,7 @@ class Curvature:
         image = scaled(right, scale, torch.empty_like(right))
         if len(self):
             order = torch.arange(len(rows)).view(-1, 2).roll(-known.first, 0).T.reshape(-1)  # as in `_with_rows`
-            gram = products_among(rows, held.nonzero()[:, 0])[order][:, order]
+            gram = products_among(rows, held.nonzero()[:, 0])[order[:, None], order]
             weights = torch.empty(len(rows), dtype=torch.float64)
             weights[order] = _restricted(known, scale, gram, torch.from_numpy(self._with_rows(right).reshape(-1)))
             combination(weights, rows, image)

@@ -16,6 +16,10 @@ from batchopt.optim.line import Closure, Function, Line, Point
 from batchopt.optim.minimizer import Callback, Search
 from batchopt.optim.vector import Vector
 
+# With bounds, a step to the minimum of the model is cut off at them if that leaves this fraction of the descent: then
+# one system is solved, not one for each change of the active set. 0.1 needs up to three per cent more evaluations.
+ENOUGH = 0.5
+
 
 class PenalisedFunction(Function):
     """f plus `l1` times the sum of the parameters' absolute values; the gradient is that of f alone."""
@@ -122,10 +126,11 @@ class LBFGS(Descent):
     approximate Wolfe conditions of Hager and Zhang, 2005. `l1`: Andrew and Gao, "Scalable training of L1-regularized
     log-linear models", ICML 2007. `bounds`: the step to the minimum of the quadratic model within the bounds, as in
     Schmidt, van den Berg, Friedlander and Murphy, "Optimizing costly functions with simple constraints: a
-    limited-memory projected quasi-Newton algorithm", AISTATS 2009, found by the active sets of `Box.step`; with all
-    bounds infinite each bit is as without. `tolerance_grad` and `result.gradient` are then of the projected gradient:
-    0 for an element at a bound that it leads out of. Raises `ValueError` or `TypeError` for options that cannot work,
-    for `l1` together with `bounds`, and for parameters that do not form one vector.
+    limited-memory projected quasi-Newton algorithm", AISTATS 2009, found by the active sets of `Box.step`, or the
+    first solution there that, cut off at the bounds, keeps half of its descent; with all bounds infinite each bit is as
+    without. `tolerance_grad` and `result.gradient` are then of the projected gradient: 0 for an element at a bound that
+    it leads out of. Raises `ValueError` or `TypeError` for options that cannot work, for `l1` together with `bounds`,
+    and for parameters that do not form one vector.
 
     >>> x = torch.nn.Parameter(torch.tensor([-1.2, 1.0], dtype=torch.float64))
     >>> optimizer = batchopt.LBFGS([x], max_iter=100)
@@ -205,7 +210,7 @@ class LBFGS(Descent):
         curvature, gradient = self._curvature, here.gradient
         first = 1.0 if len(curvature) else self._steepest_first(here)
         scale = first if 0 < first < math.inf else 1.0
-        step = box.step(here.x, gradient, lambda held, moves: curvature.step(gradient, held, moves, scale))
+        step = box.step(here.x, gradient, lambda held, moves: curvature.step(gradient, held, moves, scale), ENOUGH)
         assert step is not None  # H has an inverse
         copy(step, out)
 

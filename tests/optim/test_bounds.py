@@ -167,6 +167,37 @@ def test_the_step_within_a_box_is_the_minimum_of_the_model(kept: int) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
 
 
+def test_a_step_that_is_cut_off_at_the_bounds_leads_down() -> None:
+    """Where the first solution, cut off, would lead up: to the corner (-0.1, -0.1)."""
+    matrix = torch.linalg.inv(torch.tensor([[100.0, 9.0], [9.0, 1.0]], dtype=torch.float64))
+    gradient, steps = torch.tensor([1.0, -5.0], dtype=torch.float64), []
+
+    def solve(held: torch.Tensor, moves: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        step, free = moves.clone(), ~held
+        step[free] = torch.linalg.solve(matrix[free][:, free], -(gradient + matrix @ moves)[free])
+        steps.append(step)
+        return step, gradient + matrix @ step
+
+    box = Box(torch.full((2,), -0.1).double(), torch.full((2,), 0.1).double())
+    found = box.step(torch.zeros(2).double(), gradient, solve, 0.5)
+    assert found is not None and gradient @ found < 0 < gradient @ steps[0].clamp(-0.1, 0.1)
+
+
+def test_the_model_is_solved_about_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    solved: list[int] = []
+    step = Curvature.step
+
+    def counting(self: Curvature, *given: Any) -> Any:
+        solved.append(len(self))
+        return step(self, *given)
+
+    monkeypatch.setattr(Curvature, "step", counting)
+    rows, at = quadratic(100, 1e5, 100)
+    run = Boxed(LBFGS, lambda x: rows @ x + at, torch.zeros(100).double(), -0.5, 0.5, max_iter=100, **NO_END)
+    result = run.step()
+    assert run.active.any() and len(solved) <= 1.1 * result.iterations and result.forgotten == ()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("make", MAKES)
 def test_where_everything_is_at_a_bound_and_what_is_fixed(make: str, dtype: torch.dtype) -> None:
