@@ -19,14 +19,13 @@ from typing import NamedTuple
 import torch
 
 from batchopt_workers.batch.batch import Piece
-from batchopt_workers.evaluate.clock import Clock
 from batchopt_workers.evaluate.program import Program
 from batchopt_workers.evaluate.state import ModuleState
 from batchopt_workers.life.torch_settings import TorchSettings
-from batchopt_workers.shortcuts.form import PieceForm, arguments_of, form_of
+from batchopt_workers.shortcuts.form import PieceForm, arguments_of
 from batchopt_workers.shortcuts.recording import Recording, can_add_there
 from batchopt_workers.shortcuts.rehearsal import Rehearsal, is_held, obstacle_of
-from batchopt_workers.shortcuts.shortcuts import Differs, Eager, Start, examined
+from batchopt_workers.shortcuts.shortcuts import Differs, Eager, Shortcuts, Start
 from batchopt_workers.watch.record import Record
 from batchopt_workers.wire.interrupts import let_through
 from batchopt_workers.wire.structures import map_tensors, tensors_in
@@ -126,8 +125,8 @@ class Recordable(NamedTuple):
         return {"module": program.module, "criterion": program.criterion, "loss_fns": program.loss_fns}
 
 
-class Graphs:
-    """The graphs for a program on one device: see `Shortcuts`. `reason`: why pieces were evaluated eagerly last.
+class Graphs(Shortcuts):
+    """The graphs for a program on one device.
 
     A form of pieces is recorded once it was seen in as many evaluations as `patience` says, which doubles with each
     change of the program: recording takes as long as tens of evaluations.
@@ -135,59 +134,31 @@ class Graphs:
 
     def __init__(self, subject: Recordable, recording: Callable[[], Recording]) -> None:
         """`recording`: makes a new one."""
-        self._subject, self._recording = subject, recording
-        self._clock, self.patience = Clock(), 1
+        super().__init__(subject.parameters, lambda: subject.state.tensors)
+        self._subject, self._recording, self.patience = subject, recording, 1
         self._circumstances: Circumstances | None = None  # of all graphs that there are
-        self._graphs: dict[Key, Graph] = {}
-        self._due: set[Key] = set()
         self._seen: dict[Key, set[int]] = {}  # the evaluations in which pieces without a graph were seen
         self._evaluation = -1
-        self.reason = "nothing was evaluated yet"
-        self._is_over = False
 
     def __str__(self) -> str:
         """Say what runs."""
-        return f"{len(self._graphs)} recorded" if self._graphs else f"eager ({self.reason})"
+        return f"{len(self._table)} recorded" if self._table else f"eager ({self.reason})"
 
-    # ---- see `Shortcuts`
-
-    def begin(self, evaluation: int) -> None:
+    def look(self, evaluation: int) -> None:
         """Drop all graphs if something has changed that f depends on."""
-        if not self._clock.begin(evaluation):
-            return
         self._evaluation = evaluation
         if self._circumstances is not None and not self._circumstances.hold:
             self._forget("the program, its memory or torch's settings have changed")
-        if self._clock.is_due:
-            self._due = set(self._graphs)
 
-    def evaluate(self, piece: Piece, eager: Eager) -> torch.Tensor | None:
-        """Set gradients and return the loss of a piece by a graph, which may be recorded first."""
-        if self._is_over:
-            return None
-        form = form_of(piece)
-        if form is None:
-            self.reason = "the samples hold something that cannot be compared"
-            return None
-        tensors = [*tensors_in(arguments_of(piece))]
-        key = Key(form, len(piece.indices), tuple([tensor.stride() for tensor in tensors]))
-        graph = self._graphs.get(key)
-        if graph is None:
-            return self._first(key, piece, eager) if self._is_time(key) else None
-        if key not in self._due:
-            return graph(tensors)
-        self._due.remove(key)
-        try:
-            return self._examined(graph, piece, eager)
-        except Differs as error:
-            self._stop(f"it found something else: {error}")
-            raise
+    def key_of(self, form: PieceForm, piece: Piece, tensors: Sequence[torch.Tensor]) -> Key:
+        """See `Shortcuts.key_of`."""
+        return Key(form, len(piece.indices), tuple([tensor.stride() for tensor in tensors]))
 
     # ---- recording
 
     def _is_time(self, key: Key) -> bool:
         """Tell whether pieces of this form have been seen often enough to be recorded."""
-        if key not in self._seen and len(self._graphs) + len(self._seen) >= MOST:
+        if key not in self._seen and len(self._table) + len(self._seen) >= MOST:
             self.reason = f"the pieces have more than {MOST} forms or sizes"
             return False
         seen = self._seen.setdefault(key, set())
@@ -196,12 +167,14 @@ class Graphs:
             return False
         return self._evaluation not in seen
 
-    def _first(self, key: Key, piece: Piece, eager: Eager) -> torch.Tensor | None:
-        """Evaluate a piece of a form for which there is no graph yet, and record one if that is possible."""
+    def missing(self, key: Key, piece: Piece, eager: Eager) -> torch.Tensor | None:
+        """Evaluate a piece of a form for which there is no graph yet, and record one if it is time and possible."""
+        if not self._is_time(key):
+            return None
         parameters = self._subject.parameters
         obstacle = obstacle_of(self._subject.program.module)
         if obstacle is not None:
-            self._stop(obstacle)
+            self.stop(obstacle)
             return None
         if not can_add_there() and is_held(parameters):
             self.reason = "an output or a loss from before, of the same parameters, is kept with its autograd graph"
@@ -209,7 +182,7 @@ class Graphs:
         try:
             circumstances = self._circumstances or Circumstances(self._subject.roots, parameters)
         except ValueError as error:
-            self._stop(str(error))
+            self.stop(str(error))
             return None
         start = Start(self._subject.state.tensors)
         try:
@@ -221,44 +194,38 @@ class Graphs:
         except Exception as error:
             let_through(error)
             start.restore(parameters)
-            self._stop(f"it cannot be looked at: {type(error).__name__}")
+            self.stop(f"it cannot be looked at: {type(error).__name__}")
             return None  # if it was the user's, it is raised again
         obstacle = rehearsal.obstacle or start.obstacle
         if obstacle is None and not circumstances.hold:
             obstacle = "forward or loss change attributes, or hold something that cannot be compared"
         if obstacle is not None:
-            self._stop(obstacle)
+            self.stop(obstacle)
             return value
         start.restore(parameters)
         try:
             graph = Graph(piece, eager, parameters, self._recording())
             start.restore(parameters)
-            found = self._examined(graph, piece, eager)
+            found = self.compared(graph, piece, eager)
         except (RuntimeError, Differs) as error:
             start.restore(parameters)
-            self._stop(f"it cannot be recorded: {str(error).splitlines()[0]}")
+            self.stop(f"it cannot be recorded: {str(error).splitlines()[0]}")
             return None
         del self._seen[key]
-        self._circumstances, self._graphs[key] = circumstances, graph
+        self._circumstances, self._table[key] = circumstances, graph
         return found
-
-    def _examined(self, graph: Graph, piece: Piece, eager: Eager) -> torch.Tensor:
-        call = partial(graph, [*tensors_in(arguments_of(piece))])
-        parameters, state = self._subject.parameters, self._subject.state
-        return examined(call, partial(eager, piece), parameters, state.tensors)
 
     # ---- the end
 
     def _forget(self, reason: str) -> None:
-        self._graphs, self._seen, self._due, self._circumstances = {}, {}, set(), None
-        self.patience, self.reason = 2 * self.patience, reason
+        self.stop(reason)
+        self.is_over = False
 
     def look_again(self) -> None:
         """Drop all graphs, and why something was not recorded, because the program was changed."""
         self._forget("the program has changed")
-        self._is_over = False
 
-    def _stop(self, reason: str) -> None:
-        """Stay eager, until the evaluator is another one."""
-        self._forget(reason)
-        self._is_over = True
+    def stop(self, reason: str) -> None:
+        """Drop all graphs, and stay eager until the program is another one."""
+        super().stop(reason)
+        self._seen, self._circumstances, self.patience = {}, None, 2 * self.patience

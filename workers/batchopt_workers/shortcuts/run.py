@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from batchopt_workers.batch.batch import Piece
-from batchopt_workers.evaluate.clock import Clock
 from batchopt_workers.shortcuts.form import (
     PARAMETER,
     PIECE,
@@ -17,11 +15,8 @@ from batchopt_workers.shortcuts.form import (
     TENSOR,
     Artifact,
     PieceForm,
-    arguments_of,
-    form_of,
 )
-from batchopt_workers.shortcuts.shortcuts import Differs, Eager, examined
-from batchopt_workers.wire.structures import tensors_in
+from batchopt_workers.shortcuts.shortcuts import Differs, Eager, Shortcuts
 
 
 class Sources(NamedTuple):
@@ -70,37 +65,29 @@ class Library:
         return found[0]
 
 
-class CompiledPieces:
-    """The libraries for a program: see `Shortcuts`."""
+class CompiledPieces(Shortcuts):
+    """The libraries for a program."""
 
     def __init__(self, artifacts: Iterable[Artifact], sources: Sources) -> None:
-        self._sources = sources
+        super().__init__(sources.parameters, lambda: sources.statistics)
         self._libraries = {artifact.form: Library(artifact, sources) for artifact in artifacts}
-        self._clock = Clock()
-        self._due: set[PieceForm] = set()
+        self._table |= self._libraries
 
-    def begin(self, evaluation: int) -> None:
-        """See `Shortcuts.begin`."""
-        if self._clock.begin(evaluation):
-            for library in self._libraries.values():
-                library.check()
-            if self._clock.is_due:
-                self._due = set(self._libraries)
+    def look(self, evaluation: int) -> None:
+        """See `Shortcuts.look`."""
+        for library in self._libraries.values():
+            library.check()
+
+    def key_of(self, form: PieceForm, piece: Piece, tensors: Sequence[torch.Tensor]) -> PieceForm | None:
+        """See `Shortcuts.key_of`."""
+        library = self._libraries.get(form)
+        fits = library is not None and library.artifact.fewest <= len(piece.indices) <= library.artifact.most
+        return form if fits else None
 
     def evaluate(self, piece: Piece, eager: Eager) -> torch.Tensor | None:
         """See `Shortcuts.evaluate`."""
-        form = form_of(piece)
-        library = None if form is None else self._libraries.get(form)
-        if library is None or not library.artifact.fewest <= len(piece.indices) <= library.artifact.most:
-            return None
-        assert form is not None
-        call = partial(library, [*tensors_in(arguments_of(piece))])
-        is_due = form in self._due
-        self._due.discard(form)
         try:
-            if not is_due:
-                return call()
-            return examined(call, partial(eager, piece), self._sources.parameters, self._sources.statistics)
+            return super().evaluate(piece, eager)
         except RuntimeError as error:
             eager(piece)  # which raises what is the user's own error, as an index out of range
             raise Differs(f"the library fails ({str(error).splitlines()[0]})") from error

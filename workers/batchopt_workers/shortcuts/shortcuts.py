@@ -1,9 +1,11 @@
 """Shortcuts: evaluations of a piece that do what eager ones do without their Python, and are compared with these.
 
+    a piece ─► its form ─► in the table? ─► by the shortcut; now and then (`Clock`) compared with an eager one
+                              │ no                     │ differs by more than rounding: `Differs`, and nothing counts
+                              └─► made, or eager ◄─────┘
+
 What must hold: a shortcut is keyed by everything that f is known to depend on, and whoever holds it drops it when that
-changes. What it does not know is found by comparison: at the first evaluation in each process, the second, and the
-4th, 8th, 16th, a piece of each form is evaluated eagerly as well. Beyond rounding, `Differs` is raised, before anything
-counts.
+changes. What it does not know is found by comparison.
 """
 
 from __future__ import annotations
@@ -11,28 +13,21 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from batchopt_workers.batch.batch import Piece
+from batchopt_workers.evaluate.clock import Clock
 from batchopt_workers.evaluate.draws import other_states, set_torch_states, torch_states
-from batchopt_workers.wire.structures import same_values
+from batchopt_workers.shortcuts.form import PieceForm, arguments_of, form_of
+from batchopt_workers.wire.structures import same_values, tensors_in
 
-# Sets the gradients of the parameters, writes the module's state, and returns the loss.
+# Sets the gradients of the parameters, writes the module's state, and returns the loss: of a piece, and of its tensors.
 Eager = Callable[[Piece], torch.Tensor]
-
-
-class Shortcuts(Protocol):
-    """The shortcuts that there are in a process."""
-
-    def begin(self, evaluation: int) -> None:
-        """Begin an evaluation, or go on with it. Raise `Differs` for a change that makes them wrong."""
-
-    def evaluate(self, piece: Piece, eager: Eager) -> torch.Tensor | None:
-        """Set gradients and return the loss of a piece, valid until the next one is evaluated; None if there is no
-        shortcut for it. Raise `Differs`."""
+Shortcut = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
 
 class Differs(Exception):
@@ -150,3 +145,63 @@ def _check(what: str, outcomes: Iterable[tuple[torch.Tensor | None, ...]]) -> No
         difference = 0.0 if same_values(mine, own) else (mine - own).abs().max().item()
         if not difference <= torch.finfo(own.dtype).eps ** 0.5 * size + noise:  # or NaN
             raise Differs(f"{what} differs by {difference:.2g} of {size:.2g}")
+
+
+class Shortcuts:
+    """The table of a process, by the form of pieces. `reason`: why pieces were evaluated eagerly last; `is_over`: and
+    always will be."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor], state: Callable[[], Sequence[torch.Tensor]]) -> None:
+        self._parameters, self._state = parameters, state
+        self._clock = Clock()
+        self._table: dict[Any, Shortcut] = {}
+        self._due: set[Any] = set()  # keys of shortcuts that are to be compared
+        self.reason, self.is_over = "nothing was evaluated yet", False
+
+    def begin(self, evaluation: int) -> None:
+        """Begin an evaluation, or go on with it. Raise `Differs` for a change that makes shortcuts wrong."""
+        if self._clock.begin(evaluation):
+            self.look(evaluation)
+            if self._clock.is_due:
+                self._due = set(self._table)
+
+    def evaluate(self, piece: Piece, eager: Eager) -> torch.Tensor | None:
+        """Set gradients and return the loss of a piece, valid until the next one is evaluated; None if there is no
+        shortcut for it. Raise `Differs`."""
+        form = None if self.is_over else form_of(piece)
+        if form is None:
+            self.reason = self.reason if self.is_over else "the samples hold something that cannot be compared"
+            return None
+        tensors = [*tensors_in(arguments_of(piece))]
+        key = self.key_of(form, piece, tensors)
+        shortcut = self._table.get(key)
+        if shortcut is None:
+            return self.missing(key, piece, eager)
+        if key not in self._due:
+            return shortcut(tensors)
+        self._due.remove(key)
+        try:
+            return self.compared(shortcut, piece, eager)
+        except Differs as error:
+            self.stop(f"it found something else: {error}")
+            raise
+
+    def compared(self, shortcut: Shortcut, piece: Piece, eager: Eager) -> torch.Tensor:
+        """Return the loss of a piece by a shortcut that is compared with an eager evaluation. Raise `Differs`."""
+        call = partial(shortcut, [*tensors_in(arguments_of(piece))])
+        return examined(call, partial(eager, piece), self._parameters, self._state())
+
+    def stop(self, reason: str) -> None:
+        """Evaluate eagerly from now on."""
+        self._table, self._due, self.reason, self.is_over = {}, set(), reason, True
+
+    def look(self, evaluation: int) -> None:
+        """Look whether the shortcuts still serve."""
+
+    def key_of(self, form: PieceForm, piece: Piece, tensors: Sequence[torch.Tensor]) -> Any:
+        """Return the key of the shortcut for a piece."""
+        return form
+
+    def missing(self, key: Any, piece: Piece, eager: Eager) -> torch.Tensor | None:
+        """Evaluate a piece for which there is no shortcut yet, or leave that to others."""
+        return None
