@@ -544,15 +544,17 @@ def test_gradients_that_would_be_lost_are_refused(
 
 
 def test_near_bounds_and_0_the_least_moves_are_made() -> None:
-    for x, high in ((1.5, math.nextafter(1.5, 2.0)), (1.5, 1.5), (5e-324, None)):
+    for low, high in ((1.5, math.nextafter(1.5, 2.0)), (1.5, 1.5), (5e-324, None), (-0.0, None)):
         for method in ("2-point", "3-point"):
-            model = Simulated(
-                lambda model, x: model.weight * x[0], method=method, bounds={"weight": (x, high)}, step=0.5
-            )
-            torch.nn.init.constant_(model.weight, x)
+
+            def held(model: Any, x: torch.Tensor, low: Any = low, high: Any = high) -> Any:
+                return model.weight.clamp(low, high) * x[0]
+
+            model = Simulated(held, method=method, bounds={"weight": (low, high)}, step=0.5)
+            torch.nn.init.constant_(model.weight, low)
             model(X).sum().backward()
             assert model.weight.grad is not None
-            torch.testing.assert_close(model.weight.grad, X[0] if high != x else torch.zeros_like(X[0]))
+            torch.testing.assert_close(model.weight.grad, X[0] if high != low else torch.zeros_like(X[0]))
 
 
 # ---- fewer samples than workers
@@ -592,7 +594,7 @@ class Steps(torch.nn.Module):
             file.write(f"{os.getpid()}\n")
         rates, times = self.rates.numpy(), self.get_buffer("times").numpy()
         curve = (np.exp(-np.outer(times, rates)) * np.arange(1, 13)).sum(1)
-        return torch.from_numpy(x.numpy()[:, :1] * curve + np.random.rand())
+        return torch.from_numpy(x.numpy()[:, :1] * curve + torch.rand(()).item())
 
 
 @pytest.mark.slow
