@@ -8,22 +8,25 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, TypeVar, overload
 
 import numpy as np
 import torch
+from torch.func import functional_call
 
 from batchopt_workers.evaluate.draws import set_torch_states, torch_states
+from batchopt_workers.functions.bound import Bound
 from batchopt_workers.functions.differences import Method, Rule
 from batchopt_workers.life.torch_settings import autocast_in_force
 from batchopt_workers.watch.places import compact
-from batchopt_workers.watch.record import Record
+from batchopt_workers.watch.record import FoundTensor, Record, Undo
 from batchopt_workers.wire.layout import reals
 from batchopt_workers.wire.structures import map_tensors, same_values, tensors_in
 
 _MARK = "__differences__"
-# By a parameter's identity: the elements by which derivatives are taken; None: by all.
-_columns: ContextVar[Mapping[int, range] | None] = ContextVar("columns", default=None)
+# By a parameter's identity: the elements by which derivatives are taken; of others, by all.
+_columns: ContextVar[Mapping[int, range]] = ContextVar("columns")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -63,10 +66,10 @@ def finite_differences(
 
     The further calls are made when the gradient is taken. Each begins with the module, the inputs and the random draws
     as they were before the first call, and what it changes in them is undone; what the function reads elsewhere, in a
-    file or in another module, has to stay as it is until then. The first call of a process is made twice: raises
-    `ValueError` if the function returns something else then. Second derivatives do not exist: products of the Hessian
-    raise `ValueError`. Raises `TypeError` for complex results, for parameters that are complex or not dense, and for
-    inputs and attributes that require a gradient.
+    file or in another module, has to stay as it is until then. The first gradient in a process takes one more, with the
+    same parameters: raises `ValueError` if the function returns other values there. Second derivatives do not exist:
+    products of the Hessian raise `ValueError`. Raises `TypeError` for complex results, for parameters that are complex
+    or not dense, and for inputs and attributes that require a gradient.
 
     >>> @batchopt.finite_differences
     ... def simulate(line, x):
@@ -86,7 +89,10 @@ def finite_differences(
 
     @functools.wraps(function)
     def with_graph(module: torch.nn.Module, *inputs: Any) -> Any:
-        return _evaluated(rule, function, module, inputs)
+        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        if not (torch.is_grad_enabled() and trained):
+            return function(module, *inputs)
+        return _Call(rule, Bound(module, function), inputs, trained).result()
 
     setattr(with_graph, _MARK, rule)
     return with_graph
@@ -111,161 +117,125 @@ def columns_alone(parameters: Sequence[torch.Tensor], columns: range) -> Iterato
         _columns.reset(token)
 
 
-def _evaluated(rule: Rule, function: Callable[..., Any], module: torch.nn.Module, inputs: tuple[Any, ...]) -> Any:
-    """Return what the function returns, with a graph to the module's parameters if gradients are enabled."""
-    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    if not (torch.is_grad_enabled() and trained):
-        return function(module, *inputs)
-    call = _Call(rule, lambda: function(module, *inputs), _State(module, inputs), trained)
-    found = call.make()
-    tensors = [*tensors_in(found)]
-    if any(tensor.is_complex() for tensor in tensors):
-        raise TypeError("finite_differences is for functions that return real numbers: use torch.view_as_real")
-    call.check(tensors)
-    values = [tensor for tensor in tensors if tensor.is_floating_point()]
-    if not values:
-        return found
-    call.shapes, call.values = [value.shape for value in values], _flat(values)
-    made = iter(_Values.apply(call, values, *trained.values()))  # type: ignore[no-untyped-call]
-    return map_tensors(lambda tensor: next(made) if tensor.is_floating_point() else tensor, found)
-
-
-class _State:
-    """The state that a function may read and write: what its module and inputs hold now, with the elements of their
-    tensors but for parameters that are trained, and the random draws to come."""
-
-    def __init__(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
-        self.module, self.inputs = module, inputs
-        self._contents = Record({"module": module, "inputs": inputs}, functions=False)
-        self.tensors = self._contents.tensors
-        plain = [tensor for _, tensor, *_ in self.tensors if tensor.layout is torch.strided and not tensor.is_meta]
-        self._elements = [(compact(t), compact(t).detach().clone()) for t in plain if not t.requires_grad]
-        self._draws = torch_states(), np.random.get_state(legacy=False), random.getstate()
-
-    def put_back(self) -> None:
-        """Make it the present state again."""
-        self._contents.put_back()
-        for own, before in self._elements:
-            if not same_values(own, before):
-                own.copy_(before)
-        set_torch_states(self._draws[0])
-        np.random.set_state(self._draws[1])
-        random.setstate(self._draws[2])
-
-
 class _Call:
-    """A call of a function, which begins at the state `start` and with the parameters as they are now, and, once they
-    are wanted, its derivatives. `values`: of those results that have some, as one vector; `shapes`: theirs."""
+    """A call of a function, which begins with the state and the parameters of now, and, once they are wanted, its
+    derivatives."""
 
     def __init__(
-        self, rule: Rule, function: Callable[[], Any], start: _State, trained: Mapping[str, torch.Tensor]
+        self, rule: Rule, function: Bound, inputs: tuple[Any, ...], trained: Mapping[str, torch.Tensor]
     ) -> None:
-        names = dict(start.module.named_parameters(remove_duplicate=False))
+        self._rule, self._function, self._inputs, self._trained = rule, function, inputs, trained
+        names = dict(function.module.named_parameters(remove_duplicate=False))
         if unknown := rule.bounds.keys() - names.keys():
             raise ValueError(f"`bounds` of finite_differences has no parameter's name in {sorted(unknown)}")
         for name, parameter in trained.items():
             rule.check(name, parameter)
-        known = {id(parameter) for parameter in trained.values()}
-        for path, tensor, *_ in start.tensors:
-            if tensor.requires_grad and id(tensor) not in known:
+        tensors, self._start = self._state()
+        for path, tensor, *_ in tensors:
+            if tensor.requires_grad and not any(tensor is parameter for parameter in trained.values()):
                 raise TypeError(
                     f"finite_differences differentiates by the module's parameters, and {path} requires a gradient, "
                     "which would be lost: call .detach() on it, or make it a parameter of the module"
                 )
-        self.shapes: list[torch.Size] = []
-        self.values = torch.empty(0)
-        self._rule, self._function, self._start, self._trained = rule, function, start, trained
         self._bounds = {id(names[name]): pair for name, pair in rule.bounds.items()}
-        self._at = [parameter.detach().clone() for parameter in trained.values()]
-        self._autocast, self._wanted = autocast_in_force(), _columns.get()
+        self._at = {name: parameter.detach().clone() for name, parameter in trained.items()}
+        self._autocast, self._wanted = autocast_in_force(), _columns.get({})
 
-    def make(self) -> Any:
-        """Return copies of what the function returns, which may be memory that its next call writes."""
+    def _state(self) -> tuple[list[FoundTensor], list[Undo]]:
+        """Return the tensors of the module and the inputs, and what makes the present state the state again: what these
+        hold, elements, and the random draws to come."""
+        contents = Record({"module": self._function.module, "inputs": self._inputs}, functions=False)
+        undo: list[Undo] = [contents.put_back]
+        for _, tensor, *_ in contents.tensors:
+            if tensor.requires_grad:  # the function is given copies of its elements
+                undo.append(partial(setattr, tensor, "data", tensor.data))
+            elif tensor.layout is torch.strided and not tensor.is_meta:
+                undo.append(partial(_write, compact(tensor), compact(tensor).detach().clone()))
+        undo += [partial(set_torch_states, torch_states()), partial(random.setstate, random.getstate())]
+        return contents.tensors, [*undo, partial(np.random.set_state, np.random.get_state(legacy=False))]
+
+    def _make(self, parameters: Mapping[str, torch.Tensor]) -> Any:
+        """Return copies of what the function returns, which may be memory that its next call writes, with these as
+        parameters."""
         with torch.no_grad(), ExitStack() as modes:
             for device, dtype, _ in self._autocast:  # a cast that torch kept would have no graph elsewhere
                 modes.enter_context(torch.autocast(device, dtype=dtype, cache_enabled=False))
-            return map_tensors(torch.clone, self._function())
+            if not parameters:
+                return map_tensors(torch.clone, self._function.forward(*self._inputs))
+            at = {f"module.{name}": tensor for name, tensor in parameters.items()}
+            return map_tensors(torch.clone, functional_call(self._function, at, self._inputs))
 
-    @contextmanager
-    def _undone(self) -> Iterator[None]:
-        """Undo at the end what other calls change in the body."""
-        now, before = _State(self._start.module, self._start.inputs), [p.data for p in self._trained.values()]
-        try:
-            yield
-        finally:
-            now.put_back()
-            for parameter, data in zip(self._trained.values(), before, strict=True):
-                parameter.data = data
-
-    def _again(self, at: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the tensors that a call from the same start returns with these parameters."""
-        self._start.put_back()
-        moved = {id(parameter): data for parameter, data in zip(self._trained.values(), at, strict=True)}
-        for part in self._start.module.modules():
-            for name, parameter in part._parameters.items():
-                if parameter is not None and id(parameter) in moved:
-                    data = moved[id(parameter)]
-                    if data.is_complex():  # the parameter itself keeps its dtype, on which its graph depends
-                        part._parameters[name] = data  # type: ignore[assignment]
-                    else:
-                        parameter.data = data
-        return [*tensors_in(self.make())]
-
-    def check(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Raise `ValueError` if another call returns other tensors; once in each process."""
-        if self._rule.checked == os.getpid():
-            return
-        with self._undone():
-            other = self._again([own.clone() for own in self._at])
-        if len(other) != len(tensors) or not all(map(same_values, tensors, other)):
-            raise ValueError(
-                "finite_differences was given a function that returned other values when it was called again with the "
-                "same parameters: it has to be deterministic. Its module, its inputs, and draws of torch, of NumPy's "
-                "global generator and of `random` are the same in each call; seed other generators in each, and read "
-                "nothing else that changes"
-            )
-        self._rule.checked = os.getpid()
+    def result(self) -> Any:
+        """Return what the function returns, with a graph to the parameters."""
+        found = self._make({})
+        if any(tensor.is_complex() for tensor in tensors_in(found)):
+            raise TypeError("finite_differences is for functions that return real numbers: use torch.view_as_real")
+        values = [tensor for tensor in tensors_in(found) if tensor.is_floating_point()]
+        if not values:
+            return found
+        self._shapes, self._values = [value.shape for value in values], _flat(values)
+        made = iter(_Values.apply(self, values, *self._trained.values()))  # type: ignore[no-untyped-call]
+        return map_tensors(lambda tensor: next(made) if tensor.is_floating_point() else tensor, found)
 
     @functools.cached_property
     def rows(self) -> torch.Tensor:
         """The derivatives of all values by each element of the parameters: shape `(n, values)`."""
-        with self._undone():
-            return torch.stack([row for number in range(len(self._at)) for row in self._by(number)])
+        _, now = self._state()
+        try:
+            if self._rule.checked != os.getpid() and not same_values(self._moved(), self._values):
+                raise ValueError(
+                    "finite_differences was given a function that returned other values with the same parameters: it "
+                    "has to be deterministic. Its module, inputs and draws of torch, of NumPy's global generator and "
+                    "of `random` are those of the first call; seed other generators, and read nothing that changes"
+                )
+            self._rule.checked = os.getpid()
+            return torch.stack([row for name in self._trained for row in self._by(name)])
+        finally:
+            for undo in now:
+                undo()
 
-    def _by(self, number: int) -> Iterator[torch.Tensor]:
+    def _by(self, name: str) -> Iterator[torch.Tensor]:
         """Yield the derivative of all values by each element of a parameter."""
-        x, parameter = self._at[number], [*self._trained.values()][number]
-        bounds = self._bounds.get(id(parameter), (-torch.inf, torch.inf))
-        low, high = (torch.as_tensor(bound, dtype=x.dtype, device=x.device).expand_as(x) for bound in bounds)
-        lists = [tensor.reshape(-1).tolist() for tensor in (x, low, high)]
-        columns = range(x.numel()) if self._wanted is None else self._wanted[id(parameter)]
-        for i, (place, element, *limits) in enumerate(zip(np.ndindex(*x.shape), *lists, strict=True)):
-            row = torch.zeros_like(self.values)
-            for step, factor in self._rule.moves(element, x.dtype, *limits) if i in columns else ():
-                row.add_(self._change(number, place, step), alpha=factor)
+        x, which = self._at[name], id(self._trained[name])
+        limits = zip(self._bounds.get(which, (None, None)), (-torch.inf, torch.inf), strict=True)
+        ends = [torch.as_tensor(far if end is None else end, dtype=x.dtype).expand(x.shape) for end, far in limits]
+        lists = [tensor.reshape(-1).tolist() for tensor in (x, *ends)]
+        columns = self._wanted.get(which, range(x.numel()))
+        for i, (place, *element) in enumerate(zip(np.ndindex(*x.shape), *lists, strict=True)):
+            row = torch.zeros_like(self._values)
+            for step, factor in self._rule.moves(x.dtype, *element) if i in columns else ():
+                before = 0.0 if isinstance(step, complex) else self._values
+                row.add_(self._moved(name, place, step) - before, alpha=factor)
             yield row
 
-    def _change(self, number: int, place: tuple[int, ...], step: float) -> torch.Tensor:
-        """Return the change of all values where an element is larger by `step`; the imaginary parts for `"cs"`."""
-        is_complex = self._rule.method == "cs"
-        at = [own.to(own.dtype.to_complex()) if is_complex else own.clone() for own in self._at]
-        at[number][place] += 1j * step if is_complex else step
-        found = [tensor for tensor in self._again(at) if tensor.is_floating_point() or tensor.is_complex()]
-        if [tensor.shape for tensor in found] != self.shapes:
+    def _moved(self, name: str = "", place: tuple[int, ...] = (), step: complex = 0.0) -> torch.Tensor:
+        """Return all values of a call from the start with an element of a parameter larger by `step`; the imaginary
+        parts if that is complex."""
+        for undo in self._start:
+            undo()
+        is_complex = isinstance(step, complex)
+        at = {key: own.to(own.dtype.to_complex()) if is_complex else own.clone() for key, own in self._at.items()}
+        if name:
+            at[name][place] += step
+        if not is_complex:  # else the parameter itself keeps its dtype, on which its graph depends
+            for key, parameter in self._trained.items():
+                parameter.data = at[key]
+        found = [t for t in tensors_in(self._make(at if is_complex else {})) if t.is_floating_point() or t.is_complex()]
+        if [tensor.shape for tensor in found] != self._shapes:
             raise ValueError(
-                f"the results have shapes {[tuple(t.shape) for t in found]} with another {[*self._trained][number]!r}, "
-                f"and {[tuple(shape) for shape in self.shapes]} before: finite_differences needs the same"
+                f"the results have shapes {[tuple(t.shape) for t in found]} with another {name!r}, and "
+                f"{[tuple(shape) for shape in self._shapes]} before: finite_differences needs the same"
             )
         if is_complex and not all(tensor.is_complex() for tensor in found):
             raise TypeError(
                 'method="cs" calls the function with complex parameters, and it returned real numbers: a cast, .real, '
                 'float() or abs() is on their way; use method="3-point"'
             )
-        return _flat([tensor.imag for tensor in found]) if is_complex else _flat(found) - self.values
+        return _flat([tensor.imag if is_complex else tensor for tensor in found])
 
 
 class _Values(torch.autograd.Function):
-    """The values of a call as functions of the parameters."""
+    """The values of a call as functions of the parameters. Their gradient has no derivative by these: it is NaN."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, values: Sequence[torch.Tensor], *trained: torch.Tensor) -> Any:
@@ -275,31 +245,18 @@ class _Values(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *above: torch.Tensor) -> Any:
-        return None, None, *_Gradients.apply(ctx.call, *above, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
+        rows, trained = ctx.call.rows, ctx.saved_tensors
+        products = rows.mv(_flat(above).to(rows)).split([p.numel() for p in trained])
+        yes = torch.ones((), dtype=torch.bool, device=rows.device)
+        pairs = [(product.view(p.shape).to(p), p) for product, p in zip(products, trained, strict=True)]
+        return None, None, *[torch.where(yes, product, p * torch.nan) for product, p in pairs]
 
 
-class _Gradients(torch.autograd.Function):
-    """Jᵀ times numbers for all values, as a function of these numbers. As one of the parameters it has no derivative,
-    since J has none: NaN."""
-
-    @staticmethod
-    def forward(ctx: Any, call: _Call, *given: torch.Tensor) -> Any:
-        count = len(call.shapes)
-        ctx.rows, ctx.above, ctx.trained = call.rows, given[:count], given[count:]
-        return _split(ctx.rows.mv(_flat(ctx.above).to(ctx.rows)), ctx.trained)
-
-    @staticmethod
-    def backward(ctx: Any, *along: torch.Tensor) -> Any:
-        products = _split(ctx.rows.T.mv(_flat(along).to(ctx.rows)), ctx.above)
-        return None, *products, *[torch.full_like(parameter, torch.nan) for parameter in ctx.trained]
+def _write(own: torch.Tensor, before: torch.Tensor) -> None:
+    if not same_values(own, before):  # it may be shared, or saved for a backward
+        own.copy_(before)
 
 
 def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return all elements as one vector, of single precision at least."""
-    return torch.cat([t.detach().to(torch.promote_types(t.dtype, torch.float32)).reshape(-1) for t in tensors])
-
-
-def _split(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Return the numbers in the shapes, the dtypes and on the devices of these tensors."""
-    parts = torch.split(flat, [tensor.numel() for tensor in like])
-    return tuple([part.view(tensor.shape).to(tensor) for part, tensor in zip(parts, like, strict=True)])
+    return torch.cat([t.to(torch.promote_types(t.dtype, torch.float32)).reshape(-1) for t in tensors])
