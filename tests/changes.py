@@ -214,3 +214,6 @@ CHANGES: dict[str, Callable[[World, float], object]] = {
 # Of these, what code of the user's may do to the module that it is given.
 IN_MODULE = {name for name in CHANGES if not any(word in name for word in ("class", "reduction", "label", "captured"))}
 IN_MODULE -= {"global", "default dtype", "hook of all modules", "hooks taken off"}
+# And what is put back then, in the user's own module too: all but elements.
+PUT_BACK = IN_MODULE - {"frozen parameter", "running statistics", "complex buffer", "buffer, data"}
+PUT_BACK -= {name for name in IN_MODULE if "in place" in name or name.endswith(", data")}

@@ -4,6 +4,7 @@ f is one number for all evaluations of a step, whoever evaluates it."""
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import random
 import re
@@ -161,6 +162,114 @@ def test_what_a_program_finds_is_what_torch_finds(parallelize: int) -> None:
         opt.prehook = lambda worker, sample: setattr(worker.module, "k", 3.0)
         opt.load(X, Y)
         assert opt.evaluate().item() != pytest.approx(plain(module), rel=1e-3) and module.k == 1.0
+
+
+def penalty(net: nn.Module) -> Any:
+    return sum(parameter.square().sum() for parameter in net.parameters())
+
+
+def with_a_lambda(net: nn.Module) -> dict[str, Any]:
+    return {"criterion": lambda o, t: nn.functional.mse_loss(o, t) + 0.1 * penalty(net)}
+
+
+def with_a_partial(net: nn.Module) -> dict[str, Any]:
+    def loss(o: torch.Tensor, t: torch.Tensor, weight: float) -> Any:
+        return nn.functional.mse_loss(o, t) + weight * penalty(net)
+
+    return {"criterion": functools.partial(loss, weight=0.1)}
+
+
+def with_a_class(net: nn.Module) -> dict[str, Any]:
+    class Regularised(nn.Module):
+        def forward(self, o: torch.Tensor, t: torch.Tensor) -> Any:
+            return nn.functional.mse_loss(o, t) + 0.1 * penalty(net)
+
+    return {"criterion": Regularised()}
+
+
+def with_features(net: Any) -> dict[str, Any]:
+    found: dict[str, torch.Tensor] = {}
+    net[0].register_forward_hook(lambda part, inputs, output: found.__setitem__("a", output))
+    return {"loss_fn": lambda m, x, t: nn.functional.mse_loss(m(x), t) + found["a"].square().mean()}
+
+
+def with_a_function_of_its_own(net: Any) -> dict[str, Any]:
+    before = net.forward
+    net.forward = lambda x: 2 * before(x) + net[0].bias.sum()
+    return {"criterion": nn.MSELoss()}
+
+
+def with_a_meta_buffer(net: nn.Module) -> dict[str, Any]:
+    net.register_buffer("meta", torch.empty(3, device="meta"))
+    return {"criterion": nn.MSELoss()}
+
+
+ONES_OWN = [with_a_lambda, with_a_partial, with_a_class, with_features, with_a_function_of_its_own, with_a_meta_buffer]
+
+
+@EACH
+@pytest.mark.parametrize("make", ONES_OWN)
+def test_functions_and_classes_that_refer_to_the_module_are_copied_with_it(
+    make: Callable[[Any], dict[str, Any]], parallelize: int
+) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
+    options = make(net)
+    criterion, loss_fn = options.pop("criterion", None), options.get("loss_fn")
+    expected = loss_fn(net, X, Y) if loss_fn else criterion(net(X), Y)
+    gradients = torch.autograd.grad(expected, [*net.parameters()])
+    expected, loss_fn = expected.item(), None
+    if "loss_fn" in options:
+        cells = [cell.cell_contents for cell in options["loss_fn"].__closure__]
+        for found in cells:
+            if isinstance(found, dict):
+                found.clear()  # of tensors with a graph
+    given: dict[str, Any] = {"parallelize": parallelize, "chunk_size": 16, "check_cut": False, **options}
+    with BatchOptimizer(net, criterion, optimizer=None, reduction="mean", **given) as opt:
+        opt.load(X, Y)
+        for _ in range(5):
+            assert opt.evaluate().item() == pytest.approx(expected, rel=1e-5)
+            flat = torch.cat([gradient.flatten() for gradient in gradients])
+            torch.testing.assert_close(opt.grad_parameters, flat, rtol=1e-4, atol=1e-5)
+        with torch.inference_mode():
+            opt.load(X.clone(), Y.clone()) if parallelize > 1 else None
+            assert opt.evaluate().item() == pytest.approx(expected, rel=1e-5)
+
+
+@EACH
+def test_a_class_of_ones_own_that_is_changed_each_step_has_one_gradient(parallelize: int) -> None:
+    """cloudpickle has one definition of a class in a process, and would rebind its methods to the copy made last."""
+    torch.manual_seed(0)
+    net = nn.Linear(6, 4)
+
+    class Growing:
+        weight = 0.0
+
+        def __call__(self, o: torch.Tensor, t: torch.Tensor) -> Any:
+            return nn.functional.mse_loss(o, t) + self.weight * penalty(net)
+
+    criterion = Growing()
+    options: dict[str, Any] = {"parallelize": parallelize, "chunk_size": 16, "check_cut": False, "reduction": "mean"}
+    with BatchOptimizer(net, criterion, optimizer=None, **options) as opt:
+        for step in range(12):
+            criterion.weight = 0.01 * step
+            opt.load(X, Y)
+            found = []
+            for _ in range(3):
+                opt.evaluate()
+                found.append(opt.grad_parameters.clone())
+            assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2]), step
+
+
+def test_an_audit_runs_on_copies_with_one_worker_too() -> None:
+    """Counters and logs of the user's module are those of its own evaluations."""
+    seen: list[int] = []
+    module = Net(lambda m, x: m.__dict__.__setitem__("calls", m.calls + 1))
+    module.register_forward_hook(lambda part, inputs, output: seen.append(len(output)))
+    with loaded(module, nn.MSELoss(), X, Y, chunk_size=16, check_cut=False) as opt:
+        for number in range(1, 6):
+            opt.evaluate()
+            assert module.calls == 4 * number and seen == [16] * 4 * number
 
 
 @pytest.mark.sampled

@@ -543,11 +543,11 @@ class Interrupted(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.forwards = nn.Linear(1, 1, dtype=torch.float64), 0
+        self.body, self.forwards, self.own = nn.Linear(1, 1, dtype=torch.float64), 0, id(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.forwards += 1
-        if self.forwards == 9:
+        if self.forwards == 9 and self.own == id(self):  # not in a copy, which an audit makes
             raise KeyboardInterrupt
         found: torch.Tensor = self.body(x).exp()
         return found

@@ -12,6 +12,7 @@ from batchopt._function.engine import Engine
 from batchopt._function.step import Counters
 from batchopt._program.copies import copied
 from batchopt._program.flat_module import FlatModule
+from batchopt_workers.wire.interrupts import let_through
 
 # The arguments of a `BatchOptimizer` that its twin may have otherwise.
 CHANGEABLE = frozenset("parallelize threads_per_worker chunk_size reduction on_nonfinite seed graph".split())
@@ -28,7 +29,13 @@ def twin_of(engine: Engine, double: bool, hooks: bool, loaded: bool, changes: di
         raise ValueError("`chunk_size` of a twin must be a number or None, got 'auto'")
     if changes.get("chunk_size") is not None and engine.settings.threads_per_worker is None:
         changes = {"threads_per_worker": 1, **changes}  # else the bits would depend on their number
-    program = copied(engine.workers.program)
+    whole = engine.workers.program
+    try:
+        program = copied(whole)
+    except Exception as error:  # a hook may hold what cannot be copied
+        let_through(error)
+        program = copied(replace(whole, prehook=None, posthook=None))
+        program = replace(program, prehook=whole.prehook, posthook=whole.posthook)
     if double:
         program.module._apply(doubled)  # type: ignore[no-untyped-call]  # complex ones too
         if isinstance(program.criterion, torch.nn.Module):

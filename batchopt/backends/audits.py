@@ -8,46 +8,58 @@ from batchopt._machine.cores import torch_threads
 from batchopt._program.copies import evaluator_of_copy
 from batchopt.backends.base import Setup
 from batchopt.errors import WorkerError
-from batchopt_workers.batch.batch import Batch
-from batchopt_workers.evaluate.audit import audit, few, last_samples
+from batchopt_workers.evaluate.audit import Copied, audit, check_parameters, few, last_samples
 from batchopt_workers.evaluate.clock import Clock
 from batchopt_workers.evaluate.draws import draws_kept
 from batchopt_workers.evaluate.evaluator import Evaluator
+from batchopt_workers.evaluate.sums import GradsKept
 from batchopt_workers.wire.failures import kinds_of, message_of
 from batchopt_workers.wire.interrupts import let_through
 from batchopt_workers.wire.orders import Kind, Order
 
 
 class Audits:
-    """The audits of an evaluator on the user's own module; `clock`: when they come."""
+    """The audits of an evaluator on the user's own module, of copies from before and after an evaluation; `clock`: when
+    they come."""
 
     def __init__(self, setup: Setup, evaluator: Evaluator) -> None:
         self.clock = Clock()
         self._setup, self._evaluator = setup, evaluator
-        self._copies: tuple[Evaluator, Batch] | None = None
+        self._before: Copied | None = None
 
     def begin(self, order: Order) -> bool:
         """Copy the program and a few samples before an evaluation that is due; tell whether it will be audited: what
         cannot be copied is not."""
+        self._before = self._copy(order)
+        return self._before is not None
+
+    def _copy(self, order: Order) -> Copied | None:
         mine, setup = self._evaluator, self._setup
         try:
-            copy = evaluator_of_copy(setup.program, setup.flat, mine.walk.constants.tensors)
-            self._copies = copy, few(mine.loaded.batch, last_samples(order, mine))
+            with torch.inference_mode(False):
+                copy = evaluator_of_copy(setup.program, setup.flat, setup.parameters)
+                batch = few(mine.loaded.batch, last_samples(order, mine))
         except Exception as error:
             let_through(error)
-            return False
+            return None
         copy.loss.weights = mine.loss.weights
-        return True
+        return Copied(copy.worker, lambda: copy.eagerly(order.step, batch))
 
     def end(self, order: Order, threads: int | None) -> None:
-        """Raise `WorkerError` if the module finds something else than its copy from before the evaluation."""
-        assert self._copies is not None
-        (copy, batch), self._copies = self._copies, None
+        """Raise `WorkerError` if the module is one that finds something else than before the evaluation."""
+        before, self._before, mine = self._before, None, self._evaluator
+        assert before is not None
+        mine.walk.current = last_samples(order, mine)  # for an error
         try:
-            with draws_kept(), torch_threads(threads), torch.inference_mode(False):
-                audit(self._evaluator, order, copy.worker, lambda: copy.eagerly(order.step, batch))
+            check_parameters(mine.worker.module, mine.parameters)
+            after = self._copy(order)
+            with draws_kept(), torch_threads(threads), torch.inference_mode(False), GradsKept(mine.parameters):
+                if after is not None:
+                    audit(after, before)
         except ValueError as error:
-            raise error_of(self._evaluator, order, 0, error) from error
+            raise error_of(mine, order, 0, error) from error
+        finally:
+            mine.walk.current = range(0)
 
 
 def error_of(evaluator: Evaluator, order: Order, rank: int, error: Exception) -> WorkerError:

@@ -222,7 +222,7 @@ def test_an_evaluation_waits_once(simulated: None, device: torch.device, chunk_s
 def test_steps_wait_for_what_decides(simulated: None, device: torch.device, optimizer: str, most: int) -> None:
     x, y = there(device)
     with made(device, optimizer=short(optimizer)) as opt:
-        for _ in range(2):
+        for _ in range(4):  # the audits of these evaluations read
             opt.step(x, y)
         before = opt.eval_counter
         assert reads_of(lambda: [opt.step(x, y) for _ in range(3)]) <= most * (opt.eval_counter - before)
@@ -287,7 +287,7 @@ def test_what_was_measured_may_not_be_enough(memory: None, device: torch.device,
     with opt:
         opt.load(x, y)
         whole = opt.evaluate().item()
-        card.limit(card.counts().allocated + (6_000_000 if large else 8_000_000))  # somebody else needs it now
+        card.limit(card.counts().allocated + (10_000_000 if large else 8_000_000))  # somebody else needs it now
         assert opt.evaluate().item() == pytest.approx(whole, rel=1e-12)
         assert opt.predict(x).shape == y.shape
         assert len(opt._function.loaded().plan.cut.bounds) > 2

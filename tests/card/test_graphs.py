@@ -197,7 +197,7 @@ def kept(net: Any, y: torch.Tensor) -> torch.Tensor:
 
 
 def touchy(net: Any, y: torch.Tensor) -> torch.Tensor:
-    factor = float(np.random.rand())
+    factor = 1.0 + 0.0 * float(np.random.rand())
     if torch._C._len_torch_dispatch_stack():
         raise RuntimeError("somebody is looking")
     return y * factor
@@ -222,8 +222,8 @@ OBSTACLES: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], str]] = 
     "writes by a mask": (lambda net, y: torch.index_put(y, (y > 0.5,), y.sum() * 0), "waits for elements"),
     "keeps": (kept, "change attributes" if CAN_ADD_THERE else "is kept with its autograd graph"),
     "uses the CPU": (lambda net, y: y * torch.tensor(1.5), "not on the card"),
-    "draws in NumPy": (lambda net, y: y * float(np.random.rand()), "generators of NumPy or Python"),
-    "draws in Python": (lambda net, y: y * random.random(), "generators of NumPy or Python"),
+    "draws in NumPy": (lambda net, y: y + 0 * float(np.random.rand()), "generators of NumPy or Python"),
+    "draws in Python": (lambda net, y: y + 0 * random.random(), "generators of NumPy or Python"),
     "draws and will not be looked at": (touchy, "cannot be looked at"),
 }
 

@@ -95,7 +95,7 @@ class Alike:
         setup, batch = self._setup, self._batch
         assert batch is not None
         try:
-            copy = evaluator_of_copy(setup.program, setup.flat, setup.program.module.buffers())
+            copy = evaluator_of_copy(setup.program, setup.flat, setup.parameters)
             self._attributes = written(copy.worker)
             with torch.inference_mode(False), draws_kept(), torch_threads(setup.threads):
                 losses, gradient, *_ = copy.eagerly(step, few(batch, range(batch.size)))

@@ -33,8 +33,9 @@ def places_of_state(module: torch.nn.Module) -> list[tuple[torch.Tensor, list[Pl
 
 
 def _may_change(buffer: torch.Tensor) -> bool:
-    """Tell whether it can be a running statistic or a counter."""
-    return buffer.numel() <= LARGEST_STATISTIC and buffer.layout is torch.strided
+    """Tell whether it can be a running statistic or a counter: it is small, and has elements that can be written."""
+    is_small = buffer.numel() <= LARGEST_STATISTIC
+    return is_small and buffer.layout is torch.strided and not (buffer.is_quantized or buffer.is_meta)
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from batchopt_workers.batch.placing import Placing
-from batchopt_workers.evaluate.audit import audit, few, last_samples
+from batchopt_workers.evaluate.audit import Copied, audit, check_parameters, few, last_samples
 from batchopt_workers.evaluate.chunk import LoadedBatch
 from batchopt_workers.evaluate.clock import Clock
 from batchopt_workers.evaluate.evaluator import Evaluator
@@ -32,7 +32,7 @@ from batchopt_workers.shortcuts.form import Artifact
 from batchopt_workers.wire.layout import Layout
 from batchopt_workers.wire.memory import SharedBlock
 from batchopt_workers.wire.orders import Order
-from batchopt_workers.wire.packing import Placement, assemble, unpack, views
+from batchopt_workers.wire.packing import Placement, assemble, own_classes, unpack, views
 
 
 class Sent(NamedTuple):
@@ -150,18 +150,26 @@ class Copies:
         `name`: see `audit`."""
         assert self.present is not None
         mine, own = self.present.evaluator, self.worker
+        check_parameters(own.module, mine.parameters)
         samples, worker = last_samples(order, mine), Worker(own.rank, own.world_size, own.device)
+
+        def used() -> Evaluation:
+            return mine.eagerly(order.step, few(mine.loaded.batch, samples))
 
         def fresh() -> Evaluation:
             parameters = parameters_of(vectors.layout, vectors.x)
-            copy = self._copy(worker, parameters, self._blocks.fresh("program"), vectors.mirror)
+            with own_classes():
+                copy = self._copy(worker, parameters, self._blocks.fresh("program"), vectors.mirror)
+                batch = unpack(held.data, held.placements, self._blocks.fresh(name))
             copy.evaluator.loss.weights = mine.loss.weights
             self._set_ambient(copy)
             with self.contexts():
-                batch = unpack(held.data, held.placements, self._blocks.fresh(name))
                 return copy.evaluator.eagerly(order.step, few(batch, samples))
 
-        audit(mine, order, worker, fresh)
+        try:
+            audit(Copied(own, used), Copied(worker, fresh))
+        finally:
+            mine.walk.current = samples  # for an error
 
     def _set_ambient(self, copy: Copy) -> None:
         """Leave the modes of torch that the user's code has entered, and set those that were sent, and global hooks."""

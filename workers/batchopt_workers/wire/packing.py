@@ -265,6 +265,20 @@ def assemble(data: bytes, tensors: Sequence[torch.Tensor], parameters: Sequence[
     return _Unpacker(data, tensors, parameters).load()
 
 
+@contextmanager
+def own_classes() -> Iterator[None]:
+    """Let what is assembled in the body have definitions of its own of the classes that are sent by value. cloudpickle
+    has one of each in a process, and would rebind its methods: those of other copies would work on this one."""
+    known = cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID  # there is no public way
+    before = dict(known)
+    known.clear()
+    try:
+        yield
+    finally:
+        known.clear()
+        known.update(before)
+
+
 def unpack(
     data: bytes, placements: Sequence[Placement], block: SharedBlock | None, parameters: Sequence[torch.Tensor] = ()
 ) -> Any:
