@@ -1,4 +1,4 @@
-"""Audits of the user's own module, by copies made before an evaluation: see `batchopt_workers.evaluate.audit`."""
+"""Audits of the user's own module, by copies from before and after an evaluation: see `evaluate.audit`."""
 
 from __future__ import annotations
 
