@@ -26,7 +26,7 @@ from batchopt.extras.hogwild import hogwild
 from batchopt.extras.resampling import resample
 from batchopt.optim import CG, LBFGS, SVRG, Iteration, LevenbergMarquardt, Result, SSBroyden, Status
 from batchopt.optimizer import BatchOptimizer
-from batchopt_workers.evaluate.worker import Sample, Worker
+from batchopt_workers.evaluate.program import Sample, Worker
 from batchopt_workers.functions.simulation import finite_differences
 
 if typing.TYPE_CHECKING:

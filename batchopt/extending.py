@@ -40,7 +40,7 @@ from batchopt_workers.evaluate.audit import DRIFTS as DRIFTS
 from batchopt_workers.functions.bound import Bound as Bound
 from batchopt_workers.functions.inspection import normalises_by_chunk as normalises_by_chunk
 from batchopt_workers.functions.scores import ScoreSums as ScoreSums
-from batchopt_workers.wire.interrupts import let_through as let_through
+from batchopt_workers.wire.failures import let_through as let_through
 from batchopt_workers.wire.layout import reals as reals
 from batchopt_workers.wire.structures import is_tensor as is_tensor
 from batchopt_workers.wire.structures import items_of as items_of

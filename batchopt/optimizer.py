@@ -34,7 +34,7 @@ from batchopt.optim.rollback import Rollback
 from batchopt_workers.batch.items import Collate
 from batchopt_workers.batch.weighting import Denominators
 from batchopt_workers.evaluate.objective import LossFunction
-from batchopt_workers.evaluate.worker import Hook, Precode
+from batchopt_workers.evaluate.program import Hook, Precode
 from batchopt_workers.functions.squares import ResidualFunction
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import torch
 
 from batchopt.errors import CheckpointError
 from batchopt_workers.life import faults
-from batchopt_workers.wire.interrupts import let_through
+from batchopt_workers.wire.failures import let_through
 
 _STEM = 200  # bytes of a file's name that are used in the name of its temporary file, which is also limited
 

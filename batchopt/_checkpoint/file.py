@@ -14,7 +14,7 @@ import torch
 from batchopt._checkpoint.atomic_write import check_regular, replace_file, target_of
 from batchopt._checkpoint.plain_data import copied, digest
 from batchopt.errors import CheckpointError
-from batchopt_workers.wire.interrupts import let_through
+from batchopt_workers.wire.failures import let_through
 from batchopt_workers.wire.layout import Layout
 
 _FORMAT = "batchopt checkpoint"

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 from torch._utils import ExceptionWrapper
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
-from batchopt_workers.wire.interrupts import let_through
+from batchopt_workers.wire.failures import let_through
 
 T = TypeVar("T")
 

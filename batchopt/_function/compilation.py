@@ -30,7 +30,7 @@ from batchopt_workers.batch.batch import Batch, Piece
 from batchopt_workers.evaluate.draws import draws_kept
 from batchopt_workers.life.torch_settings import TorchSettings
 from batchopt_workers.shortcuts.form import Artifact, PackedPiece, PieceForm, Reply, Request, form_of, in_rows, packed
-from batchopt_workers.shortcuts.rehearsal import obstacle_of
+from batchopt_workers.shortcuts.recording import obstacle_of
 from batchopt_workers.shortcuts.shortcuts import Differs
 from batchopt_workers.wire.failures import names_of
 from batchopt_workers.wire.orders import Cut

@@ -57,7 +57,7 @@ from batchopt._program.flatten import check_hooks
 from batchopt.backends.base import Prepared
 from batchopt.errors import BatchoptError, NonFiniteError, WorkerError, add_data_indices, add_way_to_call, add_whole
 from batchopt_workers.batch.batch import Batch
-from batchopt_workers.evaluate.worker import Hook
+from batchopt_workers.evaluate.program import Hook
 from batchopt_workers.functions.task import Task
 from batchopt_workers.life import faults
 from batchopt_workers.wire.orders import Cut, Kind

@@ -22,8 +22,7 @@ from batchopt.backends.base import Backend, CompressingBackend
 from batchopt_workers.batch.items import Collate, CollatesAll
 from batchopt_workers.batch.weighting import Denominators
 from batchopt_workers.evaluate.objective import LossFunction
-from batchopt_workers.evaluate.program import Program
-from batchopt_workers.evaluate.worker import Hook, Precode
+from batchopt_workers.evaluate.program import Hook, Precode, Program
 from batchopt_workers.functions.simulation import is_by_differences
 from batchopt_workers.functions.squares import MeanSquare
 from batchopt_workers.wire.failures import names_of

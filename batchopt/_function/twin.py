@@ -12,7 +12,7 @@ from batchopt._function.engine import Engine
 from batchopt._function.step import Counters
 from batchopt._program.copies import copied
 from batchopt._program.flat_module import FlatModule
-from batchopt_workers.wire.interrupts import let_through
+from batchopt_workers.wire.failures import let_through
 
 # The arguments of a `BatchOptimizer` that its twin may have otherwise.
 CHANGEABLE = frozenset("parallelize threads_per_worker chunk_size reduction on_nonfinite seed graph".split())

@@ -24,8 +24,7 @@ from batchopt.backends import backend_class
 from batchopt.backends.base import Backend, CompressingBackend, Meanwhile, Prepared, Setup, WorkerInfo
 from batchopt.errors import WorkerError, WorkerStartError
 from batchopt_workers.batch.batch import Batch
-from batchopt_workers.evaluate.program import Program
-from batchopt_workers.evaluate.worker import Hook
+from batchopt_workers.evaluate.program import Hook, Program
 from batchopt_workers.life.torch_settings import module_hooks
 from batchopt_workers.shortcuts.form import Artifact
 from batchopt_workers.wire.orders import Order

@@ -16,11 +16,10 @@ import torch
 from batchopt._program.flatten import Flat
 from batchopt_workers.batch.placing import Placing
 from batchopt_workers.evaluate.evaluator import Evaluator
-from batchopt_workers.evaluate.program import Program
+from batchopt_workers.evaluate.program import Program, Worker
 from batchopt_workers.evaluate.state import ModuleState
 from batchopt_workers.evaluate.unwritten import constants
-from batchopt_workers.evaluate.worker import Worker
-from batchopt_workers.watch.places import LARGEST_STATISTIC
+from batchopt_workers.watch.record import LARGEST_STATISTIC
 from batchopt_workers.wire.packing import Packer, assemble, own_classes
 
 

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
 from batchopt.errors import TRAINER_ADVICE, BatchoptError
-from batchopt_workers.watch.places import tensors_of
+from batchopt_workers.watch.record import tensors_of
 from batchopt_workers.wire.layout import Layout
 from batchopt_workers.wire.memory import SharedBlock
 

@@ -12,7 +12,7 @@ import torch
 from batchopt._program.unpicklable import can_be_packed, unsendable
 from batchopt_workers.evaluate.program import Program
 from batchopt_workers.watch.record import FoundTensor, Record
-from batchopt_workers.wire.interrupts import let_through
+from batchopt_workers.wire.failures import let_through
 from batchopt_workers.wire.packing import Packed, Placement, pack
 
 # Parts that do not belong to f: they may keep tensors of their own, and write them.

@@ -16,7 +16,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from batchopt_workers.batch.batch import Batch, Columns, Samples
 from batchopt_workers.batch.items import Items
 from batchopt_workers.watch.graph import CONTAINERS, OF_MODULES, Part, is_imported, of_container, parts_of
-from batchopt_workers.wire.interrupts import let_through
+from batchopt_workers.wire.failures import let_through
 from batchopt_workers.wire.packing import DEVICES, SCRIPTED, pack
 
 _WRAPPED = (MethodType, functools.partial, staticmethod, classmethod, property)

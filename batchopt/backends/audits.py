@@ -13,8 +13,7 @@ from batchopt_workers.evaluate.clock import Clock
 from batchopt_workers.evaluate.draws import draws_kept
 from batchopt_workers.evaluate.evaluator import Evaluator
 from batchopt_workers.evaluate.sums import GradsKept
-from batchopt_workers.wire.failures import kinds_of, message_of
-from batchopt_workers.wire.interrupts import let_through
+from batchopt_workers.wire.failures import kinds_of, let_through, message_of
 from batchopt_workers.wire.orders import Kind, Order
 
 

@@ -16,9 +16,8 @@ from batchopt._program.compiler import Compiler, Compiling
 from batchopt._program.flat_module import Gradient
 from batchopt._program.flatten import Flat
 from batchopt_workers.batch.batch import Batch
-from batchopt_workers.evaluate.program import Program
+from batchopt_workers.evaluate.program import Hook, Precode, Program
 from batchopt_workers.evaluate.state import ModuleState
-from batchopt_workers.evaluate.worker import Hook, Precode
 from batchopt_workers.functions.forms import Column
 from batchopt_workers.functions.task import Task
 from batchopt_workers.shortcuts.form import Artifact

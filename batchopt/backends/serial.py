@@ -26,15 +26,14 @@ from batchopt_workers.batch.placing import Placing
 from batchopt_workers.evaluate.chunk import LoadedBatch
 from batchopt_workers.evaluate.draws import draws_kept, set_torch_states, torch_states
 from batchopt_workers.evaluate.evaluator import Evaluator
+from batchopt_workers.evaluate.program import Precode, Worker
 from batchopt_workers.evaluate.sums import Rows
 from batchopt_workers.evaluate.tree import most_held
 from batchopt_workers.evaluate.unwritten import Unwritten, constants
 from batchopt_workers.evaluate.work import ChunkDone
-from batchopt_workers.evaluate.worker import Precode, Worker
 from batchopt_workers.functions.forms import Column, MemoryOutput, sums_layout
 from batchopt_workers.functions.task import Task
-from batchopt_workers.wire.failures import message_of
-from batchopt_workers.wire.interrupts import let_through
+from batchopt_workers.wire.failures import let_through, message_of
 from batchopt_workers.wire.orders import Cut, Kind, Order
 from batchopt_workers.wire.packing import pack
 

@@ -25,8 +25,7 @@ from batchopt_workers.evaluate.sums import Report, Rows
 from batchopt_workers.evaluate.tree import Node
 from batchopt_workers.functions.forms import Form, sums_layout
 from batchopt_workers.life import faults
-from batchopt_workers.wire.failures import Failure, message_of
-from batchopt_workers.wire.interrupts import let_through
+from batchopt_workers.wire.failures import Failure, let_through, message_of
 from batchopt_workers.wire.orders import CHUNK, TASKS, Cut, Kind, Message, Order
 
 

@@ -17,7 +17,7 @@ from batchopt.backends.process.worker import call, call_with_block
 from batchopt_workers.evaluate.program import Program
 from batchopt_workers.life.session import Session
 from batchopt_workers.life.torch_settings import TorchSettings, module_hooks
-from batchopt_workers.watch.places import tensors_of
+from batchopt_workers.watch.record import tensors_of
 from batchopt_workers.wire.memory import SharedBlock
 from batchopt_workers.wire.packing import Packed, copy_into
 

@@ -29,7 +29,7 @@ from batchopt_workers.batch.items import Items
 from batchopt_workers.evaluate.audit import few
 from batchopt_workers.evaluate.draws import draws_kept
 from batchopt_workers.functions.inspection import written
-from batchopt_workers.wire.interrupts import let_through
+from batchopt_workers.wire.failures import let_through
 from batchopt_workers.wire.orders import Cut, Kind, Order, versions
 from batchopt_workers.wire.structures import tensors_in
 

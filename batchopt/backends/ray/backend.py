@@ -17,7 +17,7 @@ from batchopt.backends.nodes.backend import NodesBackend
 from batchopt.backends.nodes.node import serve
 from batchopt.backends.nodes.placing import Room
 from batchopt.backends.ray.cluster import Needs, connect, rooms
-from batchopt_workers.wire.interrupts import let_through
+from batchopt_workers.wire.failures import let_through
 
 
 class NodeActor:

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from batchopt.backends.nodes.placing import Room
-from batchopt_workers.wire.interrupts import let_through
+from batchopt_workers.wire.failures import let_through
 
 # Seconds that a cluster may take to answer.
 REACHING = 5.0

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from batchopt_workers.wire.interrupts import let_through
+from batchopt_workers.wire.failures import let_through
 from batchopt_workers.wire.packing import assemble, taken_apart
 from batchopt_workers.wire.structures import same_values
 

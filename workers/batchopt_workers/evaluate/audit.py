@@ -15,10 +15,10 @@ import torch
 
 from batchopt_workers.batch.batch import Batch, Samples
 from batchopt_workers.evaluate.evaluator import Evaluator
-from batchopt_workers.evaluate.worker import Worker
+from batchopt_workers.evaluate.program import Worker
 from batchopt_workers.functions.inspection import written
 from batchopt_workers.functions.task import Evaluation
-from batchopt_workers.wire.interrupts import let_through
+from batchopt_workers.wire.failures import let_through
 from batchopt_workers.wire.orders import Order
 from batchopt_workers.wire.structures import map_tensors, same_values
 

@@ -13,9 +13,9 @@ from batchopt_workers.batch.collation import Collation
 from batchopt_workers.batch.items import Unreadable
 from batchopt_workers.batch.placing import Placing
 from batchopt_workers.evaluate.draws import Draws
+from batchopt_workers.evaluate.program import Worker
 from batchopt_workers.evaluate.state import ModuleState
 from batchopt_workers.evaluate.unwritten import Unwritten, samples, version
-from batchopt_workers.evaluate.worker import Worker
 from batchopt_workers.watch.record import Record, Undo
 from batchopt_workers.wire.orders import Cut
 from batchopt_workers.wire.structures import tensors_in

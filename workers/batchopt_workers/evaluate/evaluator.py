@@ -10,13 +10,12 @@ import torch
 from batchopt_workers.batch.batch import Batch
 from batchopt_workers.evaluate.chunk import LoadedBatch, Walk
 from batchopt_workers.evaluate.gradient import GradientWork, PieceLoss
-from batchopt_workers.evaluate.program import Program
+from batchopt_workers.evaluate.program import Program, Worker
 from batchopt_workers.evaluate.state import ModuleState
 from batchopt_workers.evaluate.sums import GradsKept, Rows, Sums
 from batchopt_workers.evaluate.tree import most_held
 from batchopt_workers.evaluate.unwritten import Unwritten
 from batchopt_workers.evaluate.work import ChunkDone, run
-from batchopt_workers.evaluate.worker import Worker
 from batchopt_workers.functions.forms import Output
 from batchopt_workers.functions.runner import TaskRunner
 from batchopt_workers.functions.simulation import is_by_differences

@@ -10,10 +10,9 @@ import torch
 from batchopt_workers.batch.batch import Piece
 from batchopt_workers.evaluate.chunk import LoadedBatch, Walk
 from batchopt_workers.evaluate.objective import Objective
-from batchopt_workers.evaluate.program import Program
+from batchopt_workers.evaluate.program import Hook, Program, Sample, Worker
 from batchopt_workers.evaluate.sums import PartialSum, Rows, collect, collecting, is_large
 from batchopt_workers.evaluate.work import ChunkResult
-from batchopt_workers.evaluate.worker import Hook, Sample, Worker
 from batchopt_workers.functions.forms import Output, write_results
 from batchopt_workers.life import faults
 from batchopt_workers.shortcuts.shortcuts import Shortcuts

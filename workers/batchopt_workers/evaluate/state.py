@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from batchopt_workers.watch.places import LARGEST_STATISTIC, compact
+from batchopt_workers.watch.record import LARGEST_STATISTIC, compact
 
 # A part of a module, and the name of its buffer.
 Place = tuple[torch.nn.Module, str]

@@ -8,7 +8,7 @@ import hashlib
 import cloudpickle
 import torch
 
-from batchopt_workers.evaluate.worker import Worker
+from batchopt_workers.evaluate.program import Worker
 
 _OF_TORCH = ("_parameters", "_buffers", "_modules")
 

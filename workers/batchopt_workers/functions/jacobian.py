@@ -16,7 +16,7 @@ from batchopt_workers.functions.bound import Bound
 from batchopt_workers.functions.simulation import is_by_differences
 from batchopt_workers.functions.squares import MeanSquare, checked
 from batchopt_workers.life.torch_settings import differentiable_twice
-from batchopt_workers.wire.interrupts import let_through
+from batchopt_workers.wire.failures import let_through
 from batchopt_workers.wire.layout import Layout, in_form_of, reals
 from batchopt_workers.wire.structures import tensors_in
 

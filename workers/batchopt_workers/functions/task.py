@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from batchopt_workers.batch.batch import Batch, Piece
+from batchopt_workers.evaluate.program import Worker
 from batchopt_workers.evaluate.sums import Rows
-from batchopt_workers.evaluate.worker import Worker
 from batchopt_workers.functions.jacobian import Block, PieceResiduals
 from batchopt_workers.wire.layout import Layout
 from batchopt_workers.wire.orders import Cut

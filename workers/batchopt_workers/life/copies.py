@@ -19,11 +19,10 @@ from batchopt_workers.evaluate.audit import Copied, audit, check_parameters, few
 from batchopt_workers.evaluate.chunk import LoadedBatch
 from batchopt_workers.evaluate.clock import Clock
 from batchopt_workers.evaluate.evaluator import Evaluator
-from batchopt_workers.evaluate.program import Program
+from batchopt_workers.evaluate.program import Program, Worker
 from batchopt_workers.evaluate.state import ModuleState
 from batchopt_workers.evaluate.sums import Rows
 from batchopt_workers.evaluate.unwritten import constants
-from batchopt_workers.evaluate.worker import Worker
 from batchopt_workers.functions.task import Evaluation
 from batchopt_workers.life.blocks import Blocks
 from batchopt_workers.life.device import Constants, Mirror, moved

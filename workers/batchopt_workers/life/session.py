@@ -13,9 +13,9 @@ import torch
 
 from batchopt_workers.evaluate.chunk import LoadedBatch
 from batchopt_workers.evaluate.evaluator import Evaluator
+from batchopt_workers.evaluate.program import Worker
 from batchopt_workers.evaluate.sums import Rows, SharedTotals
 from batchopt_workers.evaluate.work import ChunkDone
-from batchopt_workers.evaluate.worker import Worker
 from batchopt_workers.functions.forms import FileOutput
 from batchopt_workers.functions.task import PrivateTotals, Task
 from batchopt_workers.life.blocks import Blocks

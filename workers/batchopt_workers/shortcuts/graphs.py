@@ -23,11 +23,10 @@ from batchopt_workers.evaluate.program import Program
 from batchopt_workers.evaluate.state import ModuleState
 from batchopt_workers.life.torch_settings import TorchSettings
 from batchopt_workers.shortcuts.form import PieceForm, arguments_of
-from batchopt_workers.shortcuts.recording import Recording, can_add_there
-from batchopt_workers.shortcuts.rehearsal import Rehearsal, is_held, obstacle_of
+from batchopt_workers.shortcuts.recording import Recording, Rehearsal, can_add_there, is_held, obstacle_of
 from batchopt_workers.shortcuts.shortcuts import Differs, Eager, Shortcuts, Start
 from batchopt_workers.watch.record import Record
-from batchopt_workers.wire.interrupts import let_through
+from batchopt_workers.wire.failures import let_through
 from batchopt_workers.wire.structures import map_tensors, tensors_in
 
 # Graphs that are kept: each has memory for its inputs and results.

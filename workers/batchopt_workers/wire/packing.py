@@ -24,7 +24,7 @@ import cloudpickle
 import torch
 from torch.nn.utils.parametrize import is_parametrized
 
-from batchopt_workers.wire.interrupts import let_through
+from batchopt_workers.wire.failures import let_through
 from batchopt_workers.wire.memory import SharedBlock, aligned
 from batchopt_workers.wire.structures import PLAIN, is_record, map_tensors
 
