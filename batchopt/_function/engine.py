@@ -53,7 +53,6 @@ from batchopt._mapreduce.plan import Plan, choose_chunk_size, make_plan
 from batchopt._mapreduce.reduce import Answers, reduce_answers, weighed
 from batchopt._mapreduce.speeds import Speeds
 from batchopt._program.flat_module import FlatModule, Gradient
-from batchopt._program.flatten import check_hooks
 from batchopt.backends.base import Prepared
 from batchopt.errors import BatchoptError, NonFiniteError, WorkerError, add_data_indices, add_way_to_call, add_whole
 from batchopt_workers.batch.batch import Batch
@@ -115,7 +114,8 @@ class Engine:
         return self.reader.specs
 
     def check_open(self) -> None:
-        """Bring X up to date with the module. Raises `BatchoptError` after `close`, and if that is impossible."""
+        """Bring X up to date with the module. Raises `BatchoptError` after `close`, and what `FlatModule.resync`
+        raises."""
         if self.workers.closed:
             raise closed()
         self.subject.resync()
@@ -132,11 +132,10 @@ class Engine:
         return self.synced().x
 
     def ready(self) -> Step:
-        """Return the step on the loaded batch, with X up to date. Raises `ValueError` for a parameter hook, too."""
+        """Return the step on the loaded batch, with X up to date."""
         if self.workers.closed:
             raise closed()
         self.subject.resync()
-        check_hooks(self.subject.named)
         return self.step or self.loaded()
 
     def loaded(self) -> Step:
@@ -304,7 +303,7 @@ class Engine:
             self.step = step = step._replace(plan=plan)
         if history.outputs is not None:
             self.history = history = history._replace(outputs=None)
-        if self.subject.buffers.is_written:
+        if self.subject.buffers.size and self.subject.buffers.is_written:
             self.subject.buffers.begin_step()  # what the user has written counts from here on
         while True:
             try:
@@ -350,11 +349,7 @@ class Engine:
 
     def _reduce(self, answers: Sequence[Answer], into: Gradient | None) -> torch.Tensor:
         step, rules, subject = self.step or self.loaded(), self.rules, self.subject
-        vector = (into or subject.renew_gradient()).vector
-        if type(answers) is Answers:
-            whole = answers.whole(vector)
-        else:
-            whole = reduce_answers(answers, step.plan.cut.chunks, vector)
+        whole = reduce_answers(answers, step.plan.cut.chunks, (into or subject.renew_gradient()).vector)
         subject.show_gradients(whole.used)
         changes = whole.changes.clone() if whole.changes.shape[0] else None  # of a module without state
         self.step = Step(*step[:7], whole.losses, changes, *step[9:])

@@ -32,9 +32,9 @@ class Owner:
     calls."""
 
     def __init__(self) -> None:
-        self._pid = os.getpid()
+        self.pid = os.getpid()
         self.lock = threading.RLock()  # of the thread that uses it
-        self._user = 0  # the thread that uses it, or used it last
+        self.user = 0  # the thread that uses it, or used it last
         self.running: tuple[str, ...] = ()  # the running undisturbed methods, the outermost first
         self.last: Callable[[], None] | None = None  # to be called when the outermost one is over
         self.doing = ""  # the operation that is half done, see `amid`
@@ -42,28 +42,23 @@ class Owner:
     @property
     def is_here(self) -> bool:
         """Tell whether this process made the object, and is not a fork."""
-        return os.getpid() == self._pid
+        return os.getpid() == self.pid
 
-    def take(self, name: str = "") -> tuple[str, ...]:
-        """Take the `lock`, and return the running methods. Raise `BatchoptError` in a forked child, while another
-        thread uses the object, and while this thread runs an undisturbed method: any or, with a `name`, the method of
-        that name."""
-        if os.getpid() != self._pid or not self.lock.acquire(blocking=False):
-            raise self._elsewhere()
-        self._user = threading.get_ident()
-        if self.running and (not name or name in self.running) and self._is_at_work():
+    def refuse(self, name: str) -> None:
+        """Raise `BatchoptError`, and release the `lock`, if this thread runs an undisturbed method: any or, with a
+        `name`, the method of that name."""
+        if (not name or name in self.running) and self._is_at_work():
             self.lock.release()
             raise self._disturbed()
-        return self.running
 
     def _is_at_work(self) -> bool:
         """Tell whether a noted method really runs: an exception out of a signal handler may have prevented the note of
         its end."""
         frame: FrameType | None = sys._getframe()
         while frame is not None:
-            if frame.f_code in _undisturbed:
+            if frame.f_code in _guards:
                 there = frame.f_locals
-                if there.get("owner") is self and "before" in there:  # else it is only asking whether it may
+                if there["name"] and there.get("owner") is self and "before" in there:  # else it only asks if it may
                     return True
             frame = frame.f_back
         self.running = ()
@@ -77,14 +72,14 @@ class Owner:
             "returned; only close() is possible, which ends it"
         )
 
-    def _elsewhere(self) -> BatchoptError:
+    def elsewhere(self) -> BatchoptError:
         """Return the error that tells why this process or this thread cannot use the object."""
         if not self.is_here:
             return BatchoptError(
-                f"this BatchOptimizer belongs to process {self._pid}; this is process {os.getpid()}, a fork of it, "
+                f"this BatchOptimizer belongs to process {self.pid}; this is process {os.getpid()}, a fork of it, "
                 "and has no workers: build a new one here"
             )
-        name = next((thread.name for thread in threading.enumerate() if thread.ident == self._user), "of another")
+        name = next((thread.name for thread in threading.enumerate() if thread.ident == self.user), "of another")
         return BatchoptError(
             f"this BatchOptimizer is running in thread {name!r}: wait for it, or build one for each thread"
         )
@@ -118,7 +113,7 @@ class Owner:
         """Have `function` called once the running undisturbed methods are over; return False if there are none. Raise
         as `take` does in a fork and in another thread."""
         if not self.is_here or not self.lock.acquire(blocking=False):
-            raise self._elsewhere()
+            raise self.elsewhere()
         self.lock.release()
         waits = bool(self.running) and self._is_at_work()
         if waits:
@@ -149,47 +144,40 @@ class Owned(Protocol):
 T = TypeVar("T", bound=Owned)
 
 
+_guards: set[CodeType] = set()  # the code of the wrappers
+
+
 def exclusive(method: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T, P], R]:
     """Restrict a method to one thread at a time, in the process that made the object."""
-
-    @functools.wraps(method)
-    def alone(self: T, *args: P.args, **kwargs: P.kwargs) -> R:
-        owner = self._owner
-        owner.take()
-        try:
-            return method(self, *args, **kwargs)
-        except (WorkerError, NonFiniteError) as error:
-            hide_frames(error)
-            raise error
-        finally:
-            owner.lock.release()
-
-    return alone  # type: ignore[return-value]  # "self" may not be passed by name
-
-
-_undisturbed: set[CodeType] = set()  # the code of the wrappers below
+    return _guarded(method, "", "")
 
 
 def undisturbed(method: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T, P], R]:
     """Let no `exclusive` method be called during this method; it may call others that are `undisturbed`."""
-    return _at_work(method, method.__name__.lstrip("_"))
+    name = method.__name__.lstrip("_")
+    return _guarded(method, name, name)
 
 
 def sole(method: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T, P], R]:
     """Make a method `exclusive` and `undisturbed`."""
-    return _at_work(method, "")
+    return _guarded(method, "", method.__name__.lstrip("_"))
 
 
-def _at_work(method: Callable[Concatenate[T, P], R], among: str) -> Callable[Concatenate[T, P], R]:
-    """`among`: see `Owner.take`."""
-    name = method.__name__.lstrip("_")
+def _guarded(method: Callable[Concatenate[T, P], R], among: str, name: str) -> Callable[Concatenate[T, P], R]:
+    """`among`: see `Owner.refuse`. `name`: under which the running method is noted; "" if it is not."""
 
     @functools.wraps(method)
     def alone(self: T, *args: P.args, **kwargs: P.kwargs) -> R:
         owner = self._owner
-        before = owner.take(among)
+        if os.getpid() != owner.pid or not owner.lock.acquire(blocking=False):
+            raise owner.elsewhere()
+        owner.user = threading.get_ident()
+        if owner.running:
+            owner.refuse(among)
+        before = owner.running
         try:
-            owner.running = (*before, name)
+            if name:
+                owner.running = (*before, name)
             return method(self, *args, **kwargs)
         except (WorkerError, NonFiniteError) as error:
             hide_frames(error)
@@ -200,5 +188,5 @@ def _at_work(method: Callable[Concatenate[T, P], R], among: str) -> Callable[Con
             if not before and owner.last is not None:
                 owner.end()
 
-    _undisturbed.add(alone.__code__)  # type: ignore[attr-defined]  # the wrapper's own code
+    _guards.add(alone.__code__)  # type: ignore[attr-defined]  # the wrapper's own code
     return alone  # type: ignore[return-value]  # "self" may not be passed by name

@@ -86,15 +86,14 @@ class Reduction:
         `gradient` (shape `(n,)`), unless it is there (`written`); `finite`: whether it is, if that is known. May
         overwrite the workers' memory. Raise `LookupError` if a chunk is missing."""
         root = self._fold.root if self._root < 0 else self._root
-        with torch.inference_mode():  # some of the workers' memory may have been mapped in inference mode
-            total = tuple(self._add_losses(losses)[root] if self._merges else losses[root])
-            if not written:
-                finite = self._add_gradients(root, gradient)
-            elif finite is None:
-                finite = all_finite(gradient)
-        for loss in total:
+        if written:
+            finite = all_finite(gradient) if finite is None else finite
+        else:
+            with torch.inference_mode():  # some of the workers' memory may have been mapped in inference mode
+                losses, finite = self._add_losses(losses), self._add_gradients(root, gradient)
+        for loss in losses[root]:
             finite = finite and math.isfinite(loss)
-        return Whole(total, self.partials[root].changes, self._used[root], finite)
+        return Whole(tuple(losses[root]), self.partials[root].changes, self._used[root], finite)
 
     def merged(self) -> list[tuple[Node, Partial]]:
         """Return the merged partials, in chunk order, in the workers' memory."""
@@ -223,7 +222,7 @@ class Answers(Sequence[Answer]):
         written: bool = False,
         finite: bool | None = None,
     ) -> None:
-        self.pattern, self.losses, self._written = pattern, losses, (written, finite)
+        self.pattern, self.losses, self.written = pattern, losses, (written, finite)
         self.times = pattern.times if losses is None else times
 
     @cached_property
@@ -251,17 +250,13 @@ class Answers(Sequence[Answer]):
     def __len__(self) -> int:
         return len(self.pattern.answers)
 
-    def whole(self, gradient: torch.Tensor) -> Whole:
-        """Return the sum of all partials, and write df/dX to `gradient`: see `Reduction.whole`."""
-        reduction = self.pattern.reduction
-        losses = [partial.losses for partial in reduction.partials] if self.losses is None else self.losses
-        return reduction.whole(losses, gradient, *self._written)
-
 
 def reduce_answers(answers: Sequence[Answer], chunks: int, gradient: torch.Tensor) -> Whole:
     """Return the sum of all partials, of `chunks` chunks, and write df/dX to `gradient`: see `Reduction.whole`."""
     found = answers if isinstance(answers, Answers) else Answers(Pattern(answers, chunks))
-    return found.whole(gradient)
+    reduction = found.pattern.reduction
+    losses = [partial.losses for partial in reduction.partials] if found.losses is None else found.losses
+    return reduction.whole(losses, gradient, *found.written)
 
 
 def merge_answers(answers: Sequence[Answer], chunks: int) -> list[tuple[Node, Partial]]:

@@ -70,7 +70,8 @@ class FlatModule:
     def renew_gradient(self) -> Gradient:
         """Return memory for df/dX that is not lent, whose vector is then `gradient`; if possible memory that was
         returned, since new memory is slow."""
-        if self._gradients[0].lent:
+        first = self._gradients[0]
+        if first.loan is not None and first.lent:
             lent = [gradient for gradient in self._gradients if gradient.lent]
             free = next((gradient for gradient in self._gradients if not gradient.lent), None)
             self._gradients = [free or Gradient(self.flat.vector, self.flat.layout), *lent]
@@ -79,18 +80,24 @@ class FlatModule:
     def resync(self) -> None:
         """Copy into X the values of parameters that were given other memory.
 
-        Raise `BatchoptError` if that is impossible, and for a parameter that is another object than before.
+        Raise `BatchoptError` if that is impossible, and for a parameter that is another object than before;
+        `ValueError` for one with a hook, which would only run in this process.
         """
+        hooked = False
         for owner, key, name, parameter in self._registrations:
             held = owner._parameters  # not a dict if torch.jit made it
             if key not in held or held[key] is not parameter:
                 raise replaced(name)
-        self.flat.resync(self.module, self.parameters)
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                hooked = True
+        if hooked:
+            check_hooks(self.named)
+        if rebound := self.flat.rebound(self.parameters):
+            self.flat.take_over(self.module, self.parameters, rebound)
 
     def check(self) -> None:
         """Raise `BatchoptError` unless X is what the module trains, `ValueError` for a parameter with a hook, which
         would only run in this process."""
-        check_hooks(self.named)
         self.resync()
         check_trained(self.module, self.parameters)
 

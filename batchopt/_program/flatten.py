@@ -99,7 +99,7 @@ class Flat:
 
     def bind(self, parameters: list[torch.nn.Parameter]) -> None:
         """Make those of `parameters` that are not views of X such views again, whatever they hold."""
-        if rebound := self._rebound(parameters):
+        if rebound := self.rebound(parameters):
             self._bind(parameters, rebound, self.layout.views(self.vector))
 
     def _bind(self, parameters: list[torch.nn.Parameter], which: list[int], views: list[torch.Tensor]) -> None:
@@ -108,8 +108,14 @@ class Flat:
             if self.block is not None:
                 self._given[i] = StorageWeakRef(views[i].untyped_storage())  # type: ignore[no-untyped-call]
 
-    def _rebound(self, parameters: list[torch.nn.Parameter]) -> list[int]:
-        """Return the indices of those that are no longer the views of X; in less than a microsecond each."""
+    def rebound(self, parameters: list[torch.nn.Parameter]) -> list[int]:
+        """Return the indices of those that are no longer the views of X; in less than a microsecond each. Raise
+        `BatchoptError` if X itself was given other memory."""
+        if self.vector.data_ptr() != self._base:
+            raise BatchoptError(
+                "`parameters` was given other memory (share_memory_, set_, or sent to another process): it is memory "
+                "that workers read; send a clone of it, and build a new BatchOptimizer"
+            )
         found = []
         for i, (p, (address, shape, dtype)) in enumerate(zip(parameters, self._forms, strict=True)):
             if (
@@ -124,24 +130,15 @@ class Flat:
 
     def holds(self, parameters: list[torch.nn.Parameter]) -> bool:
         """Tell whether each of `parameters` still is its view of X."""
-        return not self._rebound(parameters)
+        return self.vector.data_ptr() == self._base and not self.rebound(parameters)
 
-    def resync(self, module: torch.nn.Module, parameters: list[torch.nn.Parameter]) -> None:
-        """Copy into X the values of parameters that were given other memory (p.data = ...), and make them views of X
-        again.
+    def take_over(self, module: torch.nn.Module, parameters: list[torch.nn.Parameter], rebound: list[int]) -> None:
+        """Copy into X the values of those parameters that were given other memory (p.data = ...), and make them views
+        of X again.
 
         Raise `BatchoptError` for one of another shape, dtype or device, over memory of another tensor of `module`, or
         whose place in X is still viewed by an older tensor; X and the values of parameters are unchanged then.
         """
-        if self.vector.data_ptr() != self._base:
-            raise BatchoptError(
-                "`parameters` was given other memory (share_memory_, set_, or sent to another process): it is memory "
-                "that workers read; send a clone of it, and build a new BatchOptimizer"
-            )
-        if rebound := self._rebound(parameters):
-            self._take_over(module, parameters, rebound)
-
-    def _take_over(self, module: torch.nn.Module, parameters: list[torch.nn.Parameter], rebound: list[int]) -> None:
         slots, device = self.layout.slots, self.vector.device
         for i in rebound:
             was = *self._forms[i][1:], device

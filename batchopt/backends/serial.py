@@ -178,47 +178,50 @@ class SerialBackend(Backend):
         if first == last:
             return Answers(Pattern([], cut.chunks))
         evaluator, last_one, self._last = self._evaluator, self._last, None  # if anything is raised
-        order, rows, is_written = Order(order.evaluation, order.step, first, last, order.kind), None, False
+        if (first, last) != (order.first, order.last):
+            order = order._replace(first=first, last=last)
+        rows, is_written, audits, place = None, False, False, evaluator.walk.place
         if order.kind is not Kind.EVALUATE:
             evaluator.tasks.cut = cut
         else:
-            if evaluator.cut is not cut:
-                evaluator.cut = cut
-                if self._evaluator.walk.place is not None:
-                    self._evaluator.walk.place.forget()
+            if place is not None and evaluator.cut is not cut:
+                place.forget()
+            evaluator.cut = cut
             if self._mode.outputs:
                 self._output = evaluator.outputs = MemoryOutput()
             if last_one is not None and into is not None and last - first == 1:
-                rows = self._rows_over(into)
+                rows = self._over[1] if self._over is not None and self._over[0] is into else self._rows_over(into)
                 is_written = rows is not None
             rows = rows or self._rows_for(most_held(first, last, cut.chunks))
-        clock = self._audits.clock
-        audits = order.kind is Kind.EVALUATE and clock.begin(order.evaluation) and clock.is_due
-        audits = audits and self._audits.begin(order)
-        # memory that is allocated in inference mode cannot be written outside of it, and worker processes are not in it
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):
-                found = self._undisturbed(order, rows)
-        else:
-            found = self._undisturbed(order, rows)
+            clock = self._audits.clock
+            audits = clock.begin(order.evaluation) and clock.is_due and self._audits.begin(order)
+        try:
+            # memory that is allocated in inference mode cannot be written outside of it, and worker processes are not
+            # in it
+            if torch.is_inference_mode_enabled():
+                with torch.inference_mode(False):
+                    found = self._carry_out(order, rows)
+            else:
+                found = self._carry_out(order, rows)
+        except Exception as error:
+            let_through(error)
+            raise error_of(evaluator, order, 0, error) from error
         if audits:
             self._audits.end(order, self._mode.threads)
         return self._answers(cut, order, found, last_one, into if is_written else None)
 
-    def _undisturbed(self, order: Order, rows: Rows | None) -> list[ChunkDone]:
+    def _carry_out(self, order: Order, rows: Rows | None) -> list[ChunkDone]:
         """Carry out an order without changing the caller's random states and threads."""
-        evaluator, threads = self._evaluator, self._mode.threads
-        if self._draws_others or order.kind is not Kind.EVALUATE:
-            with draws_kept(), torch_threads(threads):
-                return carry_out(evaluator, order, rows, 0)
-        states = torch_states()
-        try:
-            if threads is None:
-                return carry_out(evaluator, order, rows, 0)
-            with torch_threads(threads):
-                return carry_out(evaluator, order, rows, 0)
-        finally:
-            set_torch_states(states)
+        if self._mode.threads is not None or self._draws_others or order.kind is not Kind.EVALUATE:
+            with draws_kept(), torch_threads(self._mode.threads):
+                found = [*self._evaluator.evaluate(order, rows)]
+        else:
+            states = torch_states()
+            try:
+                found = [*self._evaluator.evaluate(order, rows)]
+            finally:
+                set_torch_states(states)
+        return found if rows is None or rows[0].gradient.is_cpu else _settled(found, rows)
 
     def _answers(
         self,
@@ -253,14 +256,13 @@ class SerialBackend(Backend):
 
     def _rows_over(self, gradient: Gradient) -> Rows | None:
         """Return a row over this memory; None where it has not the precision of sums, or cannot be written here."""
-        if self._over is None or self._over[0] is not gradient:
-            own = self._rows[0]
-            if gradient.vector.dtype != own.gradient.dtype or gradient.vector.is_inference():
-                return None
-            rows = self._make_rows(0)
-            rows.append(own._replace(gradient=gradient.vector, views=gradient.views))
-            self._over = gradient, rows
-        return self._over[1]
+        own = self._rows[0]
+        if gradient.vector.dtype != own.gradient.dtype or gradient.vector.is_inference():
+            return None
+        rows = self._make_rows(0)
+        rows.append(own._replace(gradient=gradient.vector, views=gradient.views))
+        self._over = gradient, rows
+        return rows
 
     def _rows_for(self, count: int) -> Rows:
         if count > len(self._rows):
@@ -280,16 +282,6 @@ class SerialBackend(Backend):
     def close(self) -> None:
         self._info.alive, self._last = False, None
         self._release()
-
-
-def carry_out(evaluator: Evaluator, order: Order, rows: Rows | None, rank: int) -> list[ChunkDone]:
-    """Carry out an order as the worker of that rank. Raises `WorkerError` if the user's code raises."""
-    try:
-        found = [*evaluator.evaluate(order, rows)]
-        return found if rows is None or rows[0].gradient.is_cpu else _settled(found, rows)
-    except Exception as error:
-        let_through(error)
-        raise error_of(evaluator, order, rank, error) from error
 
 
 def _settled(found: list[ChunkDone], rows: Rows) -> list[ChunkDone]:

@@ -80,11 +80,9 @@ class LoadedBatch:
 
     def __init__(self, batch: Batch, cut: Cut | None = None, keeps: bool = True) -> None:
         self.batch, self.keeps = batch, keeps
-        self.cut = cut or Cut((0,))
         self.is_of_columns = batch.is_of_columns
         self.data = None if batch.plain is None else samples(batch.plain.tensors, batch)
-        self._chunks: tuple[Cut, dict[int, Chunk]] = self.cut, {}
-        self._collation: tuple[Cut | None, Collation] = None, Collation()
+        self.cut_into(cut or Cut((0,)))
         self._lies_on: tuple[torch.device, bool] | None = None
 
     def follow(self, batch: Batch) -> bool:
@@ -103,25 +101,18 @@ class LoadedBatch:
             self._lies_on = device, here
         return self._lies_on[1]
 
-    @property
-    def collation(self) -> Collation:
-        """The cached collation of the batch with its current cut."""
-        cut, found = self._collation
-        if cut is not self.cut:
-            found = Collation(self.keeps)
-            self._collation = self.cut, found
-        return found
+    def cut_into(self, cut: Cut) -> None:
+        """Use this `cut`, and forget what was cached for chunks: the `chunks` themselves, by number, as far as they
+        were asked for, and their `collation`."""
+        self.cut, self.collation = cut, Collation(self.keeps)
+        self.chunks: dict[int, Chunk] = {}
 
     def chunk(self, number: int) -> Chunk:
         """Return a chunk of the batch with its current cut."""
-        cut, chunks = self._chunks
-        if cut is not self.cut:
-            chunks = {}
-            self._chunks = self.cut, chunks
-        found = chunks.get(number)
+        found = self.chunks.get(number)
         if found is None:
             start, stop = self.cut.bounds[number : number + 2]
-            found = chunks[number] = Chunk(self.batch, start, stop, self.keeps and self.is_of_columns)
+            found = self.chunks[number] = Chunk(self.batch, start, stop, self.keeps and self.is_of_columns)
         return found
 
 
@@ -147,7 +138,7 @@ class Walk:
 
         Raise what `Unwritten.refuse` raises.
         """
-        chunk = loaded.chunk(number)
+        chunk = loaded.chunks.get(number) or loaded.chunk(number)
         self.chunk, self._step = number, step
         self.draws.others = self.runs_others or not loaded.is_of_columns
         self.draws.begin(step, number)

@@ -55,8 +55,8 @@ class Evaluator:
             self.graphs = Graphs(Recordable(program, parameters, state), partial(recording, worker.device))
         self._gradient.shortcuts = self.graphs
         self._loaded: LoadedBatch | None = None
-        self._cut = Cut((0,))
-        self._sums = self._cut, Sums(-1, 0)
+        self.cut = Cut((0,))  # of the loaded batch, and of later ones
+        self._sums = self.cut, Sums(-1, 0)
 
     @property
     def loaded(self) -> LoadedBatch:
@@ -64,13 +64,15 @@ class Evaluator:
         `RuntimeError` if there is none."""
         if self._loaded is None:
             raise RuntimeError("no batch was loaded in this worker")
+        if self._loaded.cut is not self.cut:
+            self._loaded.cut_into(self.cut)
         return self._loaded
 
     @loaded.setter
     def loaded(self, loaded: LoadedBatch) -> None:
         if loaded is not self._loaded:
             self._gradient.paired = None
-        self._loaded, loaded.cut = loaded, self._cut
+        self._loaded = loaded
         self.loss.names = loaded.batch.numbering.names
         for jacobian in self.tasks.jacobians.values():
             jacobian.looked_at.clear()
@@ -79,17 +81,6 @@ class Evaluator:
     def has_batch(self) -> bool:
         """Tell whether a batch was loaded."""
         return self._loaded is not None
-
-    @property
-    def cut(self) -> Cut:
-        """The cut of the loaded batch, and of later ones."""
-        return self._cut
-
-    @cut.setter
-    def cut(self, cut: Cut) -> None:
-        self._cut = cut
-        if self._loaded is not None:
-            self._loaded.cut = cut
 
     @property
     def outputs(self) -> Output | None:
@@ -120,10 +111,13 @@ class Evaluator:
             self.walk.runs_others |= self.tasks.is_users
             return self.tasks.evaluate(order, self)
         loaded, (cut, sums) = self._loaded or self.loaded, self._sums
-        if cut is not loaded.cut:
-            cut, sums = self._sums = loaded.cut, Sums(-1, loaded.cut.chunks)
+        if cut is not self.cut:
+            cut, sums = self._sums = self.cut, Sums(-1, self.cut.chunks)
+        if loaded.cut is not cut:
+            loaded.cut_into(cut)
         if sums.evaluation != order.evaluation:
-            sums.begin(order.evaluation)
+            sums.evaluation = order.evaluation
+            sums.held.clear()
         self._gradient.rows = rows
         if self._gradient.shortcuts is not None:
             self._gradient.shortcuts.begin(order.evaluation)
@@ -185,7 +179,7 @@ class Evaluator:
         """Go on with the batch, the cut, the task and the modes of another one, on another copy of its program."""
         loss, of = self.loss, before.loss
         loss.weights, loss.hooked, loss.names = of.weights, of.hooked, of.names
-        self._gradient.outputs, self._cut, self._loaded = before.outputs, before._cut, before._loaded
+        self._gradient.outputs, self.cut, self._loaded = before.outputs, before.cut, before._loaded
         self.walk.current = before.walk.current  # for an error that is described after this
         self.tasks = before.tasks
         self.tasks.use(self.walk, self.program.module, self.parameters)

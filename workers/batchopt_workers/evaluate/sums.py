@@ -114,13 +114,13 @@ class Report(NamedTuple):
 _row = attrgetter("row")
 
 
-class _RowMerge:
+class RowMerge:
     """Sums two partials in the row of the younger one, which was not reported; so reported rows stay unchanged until
     the next report."""
 
     def __init__(self) -> None:
-        self.rows: Rows | None = None  # of the last chunk added; `young` is its row
-        self.young = -1
+        self.rows: Rows | None = None  # None if there are no vectors to be summed
+        self.young = -1  # the row of the last chunk
 
     def __call__(self, left: PartialSum, right: PartialSum) -> PartialSum:
         young, old = (right, left) if right.row == self.young else (left, right)
@@ -134,43 +134,26 @@ class _RowMerge:
         return PartialSum(young.row, losses, used)
 
 
-class Sums:
+class Sums(Fold[PartialSum]):
     """The partials of one evaluation, in rows."""
 
     def __init__(self, evaluation: int, chunks: int) -> None:
         """`chunks`: the number of chunks."""
         self.evaluation = evaluation
-        self._merge = _RowMerge()  # a separate object: rows are released with the last reference to these sums
-        self._fold: Fold[PartialSum] = Fold(chunks, self._merge)
-
-    def begin(self, evaluation: int) -> None:
-        """Start another evaluation of the same chunks."""
-        self.evaluation = evaluation
-        self._fold.held.clear()
+        self.by_rows = RowMerge()  # a separate object: rows are released with the last reference to these sums
+        super().__init__(chunks, self.by_rows)
 
     def free_row(self) -> int:
         """Return the lowest row that is not in use."""
-        row, held = 0, self._fold.held
-        if held:
-            taken = set(map(_row, held.values()))
-            while row in taken:
-                row += 1
+        row, taken = 0, set(map(_row, self.held.values()))
+        while row in taken:
+            row += 1
         return row
-
-    @property
-    def partials(self) -> list[tuple[Node, PartialSum]]:
-        """The partials held, with their places in the tree, in chunk order."""
-        return self._fold.partials
-
-    @property
-    def root(self) -> PartialSum:
-        """The sum of all chunks. Raises `LookupError` while some are missing."""
-        return self._fold.root
 
     def settle(self, rows: Rows | None) -> bool | None:
         """Read the losses of the partials held, all in one transfer, for which all work before is waited for. Return
         whether these and the vectors in `rows` are finite; None if it is not known."""
-        held = self._fold.held
+        held = self.held
         losses = [loss for partial in held.values() for loss in partial.losses]
         waiting = [loss for loss in losses if isinstance(loss, torch.Tensor)]
         if not waiting:
@@ -182,11 +165,6 @@ class Sums:
             settled = tuple([next(found) if isinstance(loss, torch.Tensor) else loss for loss in partial.losses])
             held[node] = partial._replace(losses=settled)
         return all(map(math.isfinite, numbers)) or None  # a sum may overflow where no element does
-
-    def add(self, chunk: int, partial: PartialSum, rows: Rows | None) -> None:
-        """Add the partial of a chunk; without `rows` if there are no vectors to be summed."""
-        self._merge.rows, self._merge.young = rows, partial.row
-        self._fold.add((0, chunk), partial)
 
 
 class SharedTotals:

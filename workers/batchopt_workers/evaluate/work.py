@@ -91,7 +91,7 @@ def run(walk: Walk, work: Work, loaded: LoadedBatch, order: Order, sums: Sums) -
     """
     began, mode = time.perf_counter(), torch.is_grad_enabled()
     for chunk in range(order.first, order.last):
-        row, failed = sums.free_row(), True
+        row, failed = sums.free_row() if sums.held else 0, True
         torch._C._set_grad_enabled(True)  # as in a process of its own
         try:
             pieces = walk.pieces(loaded, order.step, chunk)
@@ -103,6 +103,7 @@ def run(walk: Walk, work: Work, loaded: LoadedBatch, order: Order, sums: Sums) -
                 walk.restore(loaded, failed)
         if faults.hook is not None:
             faults.point("worker.merge", chunk)
-        sums.add(chunk, partial, work.rows)
+        sums.by_rows.rows, sums.by_rows.young = work.rows, row
+        sums.add((0, chunk), partial)
         walk.current = range(0)
         yield ChunkDone(sums, chunk + 1, began, time.perf_counter() - began, work.drew, results, form)

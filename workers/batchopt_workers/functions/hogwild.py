@@ -57,4 +57,4 @@ class Hogwild:
 def _are_finite(parameters: Sequence[torch.Tensor]) -> bool:
     """Tell whether their gradients are finite."""
     found = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return all(all_finite(gradient._values() if gradient.is_sparse else gradient) for gradient in found)
+    return all(all_finite((gradient._values() if gradient.is_sparse else gradient).flatten()) for gradient in found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -141,7 +142,7 @@ class TaskRunner:
         return found
 
 
-class TaskWork:
+class TaskWork(ABC):
     """The work of a task: its function is called for each piece."""
 
     rows: Rows | None = None
@@ -152,9 +153,9 @@ class TaskWork:
     def __init__(self, runner: TaskRunner, task: Task, f: Evaluates, sums: Sums) -> None:
         self._runner, self._task, self._f, self.sums = runner, task, f, sums
 
+    @abstractmethod
     def do(self, pieces: Iterable[Piece], loaded: LoadedBatch, step: int, chunk: int, number: int) -> ChunkResult:
         """See `Work.do`."""
-        raise NotImplementedError
 
     def results(self, pieces: Iterable[Piece], step: int, chunk: int) -> Iterator[Any]:
         """Yield the function's result for each piece."""

@@ -156,7 +156,7 @@ def same_values(one: torch.Tensor, two: torch.Tensor) -> bool:
         return torch.equal(one, two) or bool(((one == two) | ((one != one) & (two != two))).all())
 
 
-def all_finite(tensor: torch.Tensor) -> bool:
-    """Tell whether all elements are finite. A sum of finite terms is finite unless it overflows, so one cheap pass is
-    usually enough."""
-    return cmath.isfinite(tensor.sum().item()) or bool(tensor.isfinite().all())
+def all_finite(vector: torch.Tensor) -> bool:
+    """Tell whether all elements of a vector are finite. A sum of squares of finite terms is finite unless it overflows,
+    so one cheap pass is usually enough."""
+    return cmath.isfinite(vector.dot(vector).item()) or bool(vector.isfinite().all())
