@@ -93,13 +93,13 @@ class Extensible:
     @property
     def verbose(self) -> int:
         """The amount of reports, as in `BatchOptimizer`; assigning changes it, in the process that reports."""
-        return self._function.observers.reporter.verbose
+        return self._function.reporter.verbose
 
     @verbose.setter
     def verbose(self, verbose: int) -> None:
         verbose, workers = read("verbose", verbose), self._function.workers
         if workers.backend.is_main and not workers.closed:
-            self._function.observers.report(verbose)
+            self._function.report(verbose)
 
     @property
     def arguments(self) -> Mapping[str, Any]:

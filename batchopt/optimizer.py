@@ -221,7 +221,7 @@ class BatchOptimizer(Evaluations):
         self._stepping = Stepping(self._function, self._rollback, ending)
         self._history = History(settings.history) if settings.history else None
         if self._history is not None:
-            self._function.observers.add(self._history)
+            self._function.observers.append(self._history)
 
     # ---- steps
 
@@ -234,14 +234,14 @@ class BatchOptimizer(Evaluations):
         *,
         time_limit: float | None = None,
     ) -> float:
-        """Load the batch and optimize on it once; return `output`: the loss of the final parameters, whenever in the
-        step they were evaluated.
+        """Load the batch and optimize on it once; return `output`: the loss of the final parameters, or after an
+        optimizer that is not batchopt's that of its last evaluation.
 
         time_limit: seconds after which an optimizer of batchopt pauses the step, at its next accepted point: see
         `paused`. Default: none.
 
-        An optimizer that moves after its last evaluation (SGD, and any method with fixed steps) ends at parameters that
-        were not evaluated: then it is the loss of the last evaluation. After an exception parameters, buffers, counters
+        SGD, and any method with fixed steps, moves after its last evaluation; torch's L-BFGS may end at an earlier one:
+        `evaluate()` says what f is there. After an exception parameters, buffers, counters
         and the optimizer's state are as before, but for Ctrl-C with `on_interrupt="keep"`.
 
         >>> losses = [opt.step(x, y) for _ in range(3)]

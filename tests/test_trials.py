@@ -26,17 +26,8 @@ def valley(scale: float) -> nn.Module:
     return module
 
 
-def torchs(max_iter: int, max_eval: int | None = None) -> Callable[[Any], torch.optim.Optimizer]:
-    """Torch's own L-BFGS with its line search."""
-    return lambda params: torch.optim.LBFGS(
-        params, lr=4.0, max_iter=max_iter, max_eval=max_eval, line_search_fn="strong_wolfe"
-    )
-
-
 OPTIMIZERS: dict[str, Any] = {
-    **{f"torch's, {n}": torchs(n) for n in (1, 2, 3, 5)},
-    **{f"torch's, at most {n}": torchs(20, n) for n in (2, 3, 4, 7)},
-    **{f"ours, at most {n}": lambda params, n=n: batchopt.LBFGS(params, max_iter=20, max_eval=n) for n in (2, 3, 4, 7)},
+    **{f"at most {n}": lambda params, n=n: batchopt.LBFGS(params, max_iter=20, max_eval=n) for n in (2, 3, 4, 7)},
     "armijo": lambda params: batchopt.LBFGS(params, max_iter=3, line_search_fn="armijo"),
     "cg": lambda params: batchopt.CG(params, max_iter=4),
     "penalised": lambda params: batchopt.LBFGS(params, max_iter=4, l1=1e-3),
@@ -59,7 +50,7 @@ def test_the_loss_of_a_step_is_that_of_the_parameters_it_leaves(name: str, scale
 def test_the_losses_of_the_terms_are_of_the_same_point_and_the_fingerprint_is_of_all(parallelize: int) -> None:
     case, module = mlp(), valley(5.0)
     terms = {"a": Term(misfit), "b": Term(size, 0.5)}
-    with BatchOptimizer(module, terms=terms, optimizer=torchs(20, 4), parallelize=parallelize) as opt:
+    with BatchOptimizer(module, terms=terms, optimizer=OPTIMIZERS["at most 4"], parallelize=parallelize) as opt:
         for _ in range(5):
             found = opt.step({"a": (case.inputs, case.targets), "b": case.inputs})
             a, b = (term(module, case.inputs, case.targets).item() for term in (misfit, size))
@@ -68,42 +59,21 @@ def test_the_losses_of_the_terms_are_of_the_same_point_and_the_fingerprint_is_of
         assert list(opt.steps([{"a": (case.inputs, case.targets), "b": case.inputs}] * 2))[-1] == opt.output
 
 
-class Returns(torch.optim.Optimizer):
-    """Looks at some places, beginning elsewhere, and goes back to where it was or to one of them."""
+def test_after_an_optimizer_of_another_library_it_is_that_of_the_last_evaluation() -> None:
+    case, module = mlp(), valley(5.0)
+    seen: list[float] = []
 
-    def __init__(self, params: Any, places: list[float], to: float) -> None:
-        super().__init__(params, {})
-        self.places, self.to = places, to
+    class Noting(batchopt.Observer):
+        def evaluated(self, found: batchopt.Evaluated) -> None:
+            seen.append(found.loss)
 
-    @torch.no_grad()
-    def step(self, closure: Any) -> Any:  # type: ignore[override]
-        """One after the other."""
-        parameters = self.param_groups[0]["params"]
-        start = [parameter.clone() for parameter in parameters]
-        for place in [*self.places, self.to]:
-            for parameter, begin in zip(parameters, start, strict=True):
-                parameter.copy_(begin + place)
-            if place is not self.to or place in self.places:
-                loss = closure()
-        return loss
+    def torchs(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(params, lr=4.0, max_iter=20, max_eval=4, line_search_fn="strong_wolfe")
 
-
-@pytest.mark.parametrize("places", [[0.0, 1.0, 2.0], [1.0, 2.0], [1.0, 0.0, 2.0], [0.0], [3.0, 4.0, 0.0, 0.0]])
-@pytest.mark.parametrize("to", [0.0, 1.0, 2.0])
-def test_wherever_it_was_evaluated_in_the_step(places: list[float], to: float) -> None:
-    """A point counts only if it was evaluated: one that began elsewhere has not seen the start."""
-    case, module, seen = mlp(), valley(1.0), []
-
-    class Noting(BatchOptimizer):
-        def reduce(self, answers: Any) -> torch.Tensor:
-            loss = super().reduce(answers)
-            seen.append((self.parameters.clone(), loss.item()))
-            return loss
-
-    with Noting(module, case.criterion, optimizer=lambda params: Returns(params, places, to)) as opt:
-        found = opt.step(case.inputs, case.targets)
-        there = [loss for x, loss in seen if torch.equal(x, opt.parameters)]
-        assert found == (there[-1] if there else seen[-1][1])
+    with BatchOptimizer(module, case.criterion, optimizer=torchs) as opt, opt.observe(Noting()):
+        for _ in range(6):
+            assert opt.step(case.inputs, case.targets) == opt.output == seen[-1]
+        assert len(seen) > 6
 
 
 # ---- nothing is saved in the middle of a step

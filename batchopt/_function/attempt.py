@@ -30,8 +30,7 @@ class Attempt:
                 self.undo()
         finally:
             engine.attempt = self._outer
-            if engine.observers.of_work:
-                engine.observers.did(self._name, self._began)
+            engine.observers.did(self._name, self._began)
 
     def undo(self) -> None:
         """Put everything back; a second call does nothing."""

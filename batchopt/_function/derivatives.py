@@ -75,8 +75,7 @@ def _products(function: Engine, batch: Batch, directions: torch.Tensor) -> torch
         raise
     if not found.isfinite().all():
         _check_graph(function)
-    if function.observers.of_work:
-        function.observers.did("product", began)
+    function.observers.did("product", began)
     return found.to(directions.dtype)
 
 

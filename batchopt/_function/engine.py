@@ -36,15 +36,15 @@ from batchopt._function.checks import cut_differences, locate_nonfinite, refuse_
 from batchopt._function.compilation import DIFFERS, Compilation, abandon
 from batchopt._function.costs import Configuration
 from batchopt._function.fitting import Fitting, sizes_of
-from batchopt._function.observer import Evaluated, Trial
-from batchopt._function.observers import Observers
+from batchopt._function.observer import Evaluated, Observers
 from batchopt._function.orders import answers_to
 from batchopt._function.policy import Recordings
 from batchopt._function.prepared import PreparedBatch, with_denominators
 from batchopt._function.reader import BatchReader
+from batchopt._function.reporter import Reporter
 from batchopt._function.settings import Settings
 from batchopt._function.sizes import Sizes
-from batchopt._function.step import Counters, History, Rows, Rules, Step
+from batchopt._function.step import Counters, Found, History, Rows, Rules, Step
 from batchopt._function.workers import Workers
 from batchopt._machine.ownership import Owner, exclusive, sole, undisturbed
 from batchopt._mapreduce.answers import Answer, common_form, forms_of
@@ -80,14 +80,16 @@ class Engine:
         """Start the workers. Raises `WorkerStartError`; `WorkerError` if precode raises."""
         self._owner = Owner()
         self.subject, self.settings = subject, settings
-        self.observers = Observers(settings.verbose)  # first, since they report slow starts
+        self.reporter = Reporter(settings.verbose)  # first, since slow starts are reported
+        self.observers = Observers([self.reporter] if settings.verbose else [])
+        self.trials: list[Found | None] | None = None  # evaluations of the present step; None: one that raised
         try:
             self.workers = Workers(subject, settings)
         except BaseException:
-            self.observers.close()
+            self.reporter.close()
             raise
         if not self.workers.backend.is_main:
-            self.observers.report(0)
+            self.report(0)
         self.reader = BatchReader(settings, self.workers, subject.x.device)
         self.rules = Rules(settings.on_nonfinite, settings.compress is not None, settings.check_cut)
         self.history = History(counters or Counters(), [])
@@ -148,6 +150,12 @@ class Engine:
         """Make another step on the loaded batch, which its buffers count too."""
         self.step = self.loaded()._replace(ended=False)
 
+    def report(self, verbose: int) -> None:
+        """Report so much from now on, before other observers are told."""
+        others = [observer for observer in self.observers if observer is not self.reporter]
+        self.reporter.become(verbose)
+        self.observers[:] = [self.reporter, *others] if verbose else others
+
     # ---- batches
 
     @sole
@@ -165,8 +173,7 @@ class Engine:
             self.end_step()
             self.step = None  # also if the new batch cannot be placed
             prepared = self.workers.prepare(batch)
-            if self.observers.of_work:
-                self.observers.did("load", began)
+            self.observers.did("load", began)
             self._begin(prepared)
 
     @undisturbed
@@ -186,7 +193,7 @@ class Engine:
         subject.check()
         if self.step is not None:
             self.end_step()
-        reporter = self.observers.reporter
+        reporter = self.reporter
         workers.grow(reporter.not_grown)
         with Attempt(self, "load"):
             self.step = None
@@ -218,7 +225,7 @@ class Engine:
 
     def _check_cut(self, cut: Cut) -> None:
         """Warn if the loss of a few samples depends on how they are cut; once, when a batch is first cut."""
-        reporter = self.observers.reporter
+        reporter = self.reporter
         if not reporter.cut_matters(self.subject.module, cut.chunks):
             self.rules = self.rules._replace(checks_cut=False)
             found = cut_differences(self, max(stop - start for start, stop in pairwise(cut.bounds)))
@@ -246,10 +253,10 @@ class Engine:
         outer = owner.doing
         try:
             owner.doing = outer or "an evaluation"
-            if self.observers.of_beginnings:
-                self.observers.begins()
-            if self.observers.trials is not None:
-                self.observers.trials.begins()
+            for observer in self.observers:
+                observer.begins()
+            if self.trials is not None:
+                self.trials.append(None)
             try:
                 answers: Sequence[Answer]
                 # Only where nothing else looks at the answers may the gradient be written to its place at once.
@@ -279,13 +286,14 @@ class Engine:
         terms = dict(zip(names, step.losses, strict=False)) if names else {}
         counters = history.counters.evaluated(loss, terms)
         self.history = History(counters, *history[1:])
-        observers = self.observers
-        if observers.of_evaluations:
+        if self.observers:
             number, batch, bounds = counters.evaluations, counters.batches + 1, step.plan.cut.bounds
             ended = time.perf_counter()
-            observers.evaluated(Evaluated(number, batch, loss, terms, answers, bounds, began, mapped, ended))
-        if observers.trials is not None:
-            observers.trials.evaluated(loss, terms)
+            found = Evaluated(number, batch, loss, terms, answers, bounds, began, mapped, ended)
+            for observer in self.observers:
+                observer.evaluated(found)
+        if self.trials is not None:
+            self.trials[-1] = Found(loss, terms)
         if self.rules.adapts:
             for policy in self.policies:
                 if policy is not None:
@@ -392,7 +400,7 @@ class Engine:
                 for _ in range(1 if workers.evaluations else 2):
                     workers.learn_from(workers.evaluate(step._replace(plan=plan)), plan)
             speeds = [round(speed) for speed in workers.speeds.relative]
-            self.observers.reporter.note("calibrated: %s samples/s", speeds)
+            self.reporter.note("calibrated: %s samples/s", speeds)
         return list(workers.speeds.relative)
 
     def outputs(self) -> Any:
@@ -428,9 +436,9 @@ class Engine:
             self.subject.buffers.take_over(step.changes)
             self.step = step._replace(changes=None, ended=True)
 
-    def stepped(self, left: Trial | None, paused: bool = False) -> None:
-        """Count an optimizer's step on the loaded batch; `left`: the evaluation at the final parameters. A step that
-        was `paused` is counted once another one has finished it."""
+    def stepped(self, left: Found | None, paused: bool = False) -> None:
+        """Count an optimizer's step on the loaded batch; `left`: the evaluation at the final parameters, None: the
+        last one. A step that was `paused` is counted once another one has finished it."""
         step, (counters, *others) = self.step or self.loaded(), self.history
         found = counters if left is None else left
         self.history = History(counters.stepped(step.batch.size, found.loss, found.terms, paused), *others)
@@ -503,7 +511,8 @@ class Engine:
                 if answers.pattern.drew:
                     self._keep_chunks(plan)
                 workers.learn_from_task(answers)
-                self.observers.worked(name, answers, plan.cut.bounds)
+                for observer in self.observers:
+                    observer.worked(name, answers, plan.cut.bounds)
                 faults.point("parent.answers")
                 return use(answers, plan.cut)
             finally:
@@ -568,7 +577,7 @@ class Engine:
     def _close(self) -> None:
         if not self.workers.closed:
             self.end_step()
-            self.observers.close()
+            self.reporter.close()
             if self.policies.compilation is not None:
                 self.policies.compilation.close()
             self.workers.close()

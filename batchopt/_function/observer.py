@@ -1,13 +1,10 @@
-"""The interface of observers of evaluations, and the trials of a step."""
+"""The observers of an engine: what they are told, and the list of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from operator import attrgetter
-from typing import NamedTuple
-
-import numpy as np
-import torch
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple, TypeVar
 
 from batchopt._mapreduce.answers import Answer
 from batchopt.optim.minimizer import Iteration
@@ -40,9 +37,7 @@ class Stepped(NamedTuple):
 
 
 class Observer:
-    """Follows evaluations by overriding events. `looks`: whether it uses the workers' answers."""
-
-    looks = False
+    """Follows evaluations by overriding events."""
 
     def begins(self) -> None:
         """Handle the beginning of an evaluation."""
@@ -72,78 +67,32 @@ class Observer:
         """Handle a finished task of that name on a batch that is cut at `bounds`."""
 
 
-# Words of 8 bytes that are summed at a time: they and the intermediate results stay in the processor's cache.
-BLOCK = 2**14
-_ODD = np.random.default_rng(0).integers(2**63, size=BLOCK, dtype=np.uint64) * 2 + 1
-_NEXT = 0x9E3779B97F4A7C15
-_version = attrgetter("_version")
+Followed = TypeVar("Followed", bound=Observer)
 
 
-def checksum(x: torch.Tensor) -> int:
-    """Return 64 bits that identify a vector (1-D) bit for bit; computed by NumPy, which leaves no thread spinning."""
-    octets = x.detach().cpu().view(torch.uint8).numpy()
-    whole = len(octets) // 8 * 8
-    words, rest = octets[:whole].view(np.uint64), octets[whole:]
-    total = int.from_bytes(rest.tobytes(), "little")
-    for start in range(0, len(words), BLOCK):
-        # a plain sum would miss changes that cancel out
-        mixed = words[start : start + BLOCK] * _ODD[: len(words) - start]
-        mixed ^= mixed >> 32
-        total = (total * _NEXT + int(mixed.sum())) % 2**64
-    return total
+class Observers(list[Observer]):
+    """Those that follow an engine, in the order in which they are told."""
 
-
-class Trial(NamedTuple):
-    """f and the losses of the terms at a point with that `checksum`; None: at the start of the step."""
-
-    checksum: int | None
-    loss: float
-    terms: Mapping[str, float]
-
-
-class Trials:
-    """The evaluations of one step. The one at the final parameters is identified by the optimizer or by a checksum of
-    X. A step with one evaluation needs no checksum."""
-
-    def __init__(self, x: torch.Tensor, parameters: Sequence[torch.Tensor], reported: bool) -> None:
-        """Start a step: `x` is the vector of `parameters`. `reported`: the optimizer names the final evaluation."""
-        self._x, self._reported = x, reported
-        self._written_through = x, *parameters
-        self._start = [] if reported else [*map(_version, self._written_through)]
-        self._trials: list[Trial | None] = []  # None: one that raised
-        self._here: int | None = None
-
-    def begins(self) -> None:
-        """Add an evaluation, without a result so far."""
-        self._here = None
-        self._trials.append(None)
+    @contextmanager
+    def including(self, observer: Followed) -> Iterator[Followed]:
+        """Let `observer` follow the evaluations in the body too."""
+        self.append(observer)
+        try:
+            yield observer
+        finally:
+            self.remove(observer)
 
     def busy(self) -> None:
-        """Identify the current X, while the workers compute and the time is free."""
-        if self._reported or self._here is not None:
-            return
-        if len(self._trials) > 1 or [*map(_version, self._written_through)] != self._start:
-            self._here = checksum(self._x)
+        """Tell all that the workers compute, the latest first."""
+        for observer in reversed(self):
+            observer.busy()
 
-    def evaluated(self, loss: float, terms: Mapping[str, float]) -> None:
-        """Keep the result."""
-        if self._here is None:
-            self.busy()
-        self._trials[-1] = Trial(self._here, loss, terms)
+    def did(self, name: str, began: float) -> None:
+        """Tell all of a finished piece of work in this process."""
+        for observer in self:
+            observer.did(name, began)
 
-    def number(self, of_last: int, last: int) -> Trial | None:
-        """Return the evaluation with number `of_last` among the `last` ones, from 1 on."""
-        return self._trials[len(self._trials) - last + of_last - 1]
-
-    def left(self, start: torch.Tensor) -> Trial | None:
-        """Return the evaluation at the current X, if it was one of several; `start`: X when the step began."""
-        if len(self._trials) < 2:
-            return None
-        trials = [trial for trial in self._trials if trial is not None]
-        if len(trials) < 2:
-            return None
-        here, first = checksum(self._x), trials[0]
-        found = next((trial for trial in reversed(trials) if trial.checksum == here), None)
-        if found is None and first.checksum is None and checksum(start) == here:
-            found = first
-        return found
+    def decided(self, message: str, *arguments: object) -> None:
+        """Tell all what was decided about evaluations."""
+        for observer in self:
+            observer.decided(message % arguments)

@@ -16,8 +16,7 @@ from batchopt._data import arguments
 from batchopt._data.batches import BatchSpec, read_part
 from batchopt._data.prefetch import Ahead, as_arguments
 from batchopt._function.engine import Engine
-from batchopt._function.observers import ReadsAhead
-from batchopt._function.prepared import whole
+from batchopt._function.prepared import ReadsAhead, whole
 from batchopt._function.tasks import collect, of_each, select
 from batchopt._mapreduce.answers import common_form
 from batchopt_workers.batch.batch import Batch

@@ -13,8 +13,9 @@ import torch
 from batchopt._data.batches import BatchSpecs, reweighed
 from batchopt._data.epochs import Batches, EpochBatch
 from batchopt._data.prefetch import Ahead, as_arguments, as_batch_of_terms, to_the_end
-from batchopt._function.observers import ReadsAhead
+from batchopt._function.observer import Observer
 from batchopt._function.step import Rows
+from batchopt._machine.cores import torch_threads
 from batchopt._mapreduce.answers import Answer, common_form, forms_of
 from batchopt.backends.base import Prepared
 from batchopt.errors import BatchoptError
@@ -76,6 +77,17 @@ class PreparedBatch:
     def expire(self) -> None:
         """Refuse the batch from now on, since its turn is over."""
         self._refused = "its turn is over"
+
+
+class ReadsAhead(Observer):
+    """Fetches the next batch while the workers compute."""
+
+    def __init__(self, ahead: Ahead[Any]) -> None:
+        self._ahead = ahead
+
+    def busy(self) -> None:
+        with torch_threads(1):  # the workers have the cores
+            self._ahead.fetch()
 
 
 def prepared(

@@ -40,7 +40,7 @@ class Reporter(Observer):
     def become(self, verbose: int) -> None:
         """Report so much from now on."""
         self.close()
-        self.verbose, self.looks = verbose, verbose >= 3
+        self.verbose = verbose
         self._level = logger.level
         if verbose:
             if not logger.isEnabledFor(logging.INFO):

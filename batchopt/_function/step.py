@@ -86,6 +86,13 @@ class Counters(NamedTuple):
         return {**self._asdict(), "terms": dict(self.terms)}
 
 
+class Found(NamedTuple):
+    """What an evaluation has found: f, and the loss of each term by name."""
+
+    loss: float
+    terms: Mapping[str, float]
+
+
 class History(NamedTuple):
     """The counters, and of the last evaluation the results of the posthook and, if kept, the module's `outputs`. A step
     that fails restores the record with which it began."""

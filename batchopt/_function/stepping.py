@@ -11,7 +11,8 @@ from batchopt._function.attempt import Attempt
 from batchopt._function.compilation import Abandoned
 from batchopt._function.ending import Ending
 from batchopt._function.engine import Engine
-from batchopt._function.observer import Stepped, Trials
+from batchopt._function.observer import Stepped
+from batchopt._function.step import Found
 from batchopt._machine.interrupts import Held
 from batchopt.errors import BatchoptError
 from batchopt.optim.minimizer import Iteration, Minimizer, Result, Status, Watch
@@ -30,7 +31,7 @@ class Stepping(Watch):
         self._held = Held()
 
     def accepted(self, point: Iteration) -> None:
-        for observer in self._function.observers.of_steps:
+        for observer in self._function.observers:
             observer.accepted(self._function.history.counters.batches + 1, point)
 
     def is_over(self, has_moved: bool) -> bool:
@@ -58,7 +59,7 @@ class Stepping(Watch):
         self.ending.begin(time_limit)
         interrupt: KeyboardInterrupt | None = None
         try:
-            for observer in function.observers.of_steps:
+            for observer in function.observers:
                 observer.step_begins()
             with attempt:
                 interrupt = self._optimize(load, optimize, optimizer, reports)
@@ -70,14 +71,14 @@ class Stepping(Watch):
             if isinstance(error, Abandoned):
                 return self.make(load, optimize, optimizer, reports, None)  # within the same limit
             self.ending.abandon()
-            for observer in function.observers.of_steps:
+            for observer in function.observers:
                 observer.step_ended(None)
             raise
         if held.holds:
             held.end()
         self.ending.end()
         counters = function.history.counters
-        for observer in function.observers.of_steps:
+        for observer in function.observers:
             observer.step_ended(Stepped(counters.batches, counters.evaluations, counters.loss, reports))
         if interrupt is not None:
             raise interrupt
@@ -93,14 +94,14 @@ class Stepping(Watch):
         reports: bool,
     ) -> KeyboardInterrupt | None:
         """Do so, and count the step, during which Ctrl-C is held back; return the interrupt that ended it."""
-        function, observers, held = self._function, self._function.observers, self._held
+        function, held = self._function, self._held
         interrupt: KeyboardInterrupt | None = None
         load()
         self._batch = function.step and function.step.batch
         minimizer = optimizer if isinstance(optimizer, Minimizer) else None
         before = None if minimizer is None else minimizer.result
-        trials = Trials(function.subject.x, function.subject.parameters, reports)
-        outer, observers.trials = observers.trials, trials
+        outer, trials = function.trials, list[Found | None]()
+        function.trials = trials if reports else None
         keeps = minimizer is not None and function.settings.on_interrupt == "keep"
         try:
             optimize()
@@ -112,14 +113,11 @@ class Stepping(Watch):
             held.begin()
             interrupt = error
         finally:
-            observers.trials, self._batch = outer, None
+            function.trials, self._batch = outer, None
         result = None if minimizer is None or minimizer.result is before else minimizer.result
         if interrupt is not None and not _has_point(result):
             raise interrupt
-        if reports and result is not None:
-            left = trials.number(result.number, result.evaluations)
-        else:
-            left = trials.left(self._rollback.start)
+        left = trials[len(trials) - result.evaluations + result.number - 1] if reports and result is not None else None
         function.end_step()
         function.stepped(left, result is not None and result.status is Status.PAUSED)
         return interrupt

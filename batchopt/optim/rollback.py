@@ -21,11 +21,6 @@ class Rollback:
         self._state: dict[Any, dict[Any, Any]] = {}
         self._groups: list[dict[str, Any]] = []
 
-    @property
-    def start(self) -> torch.Tensor:
-        """X at the last `take`."""
-        return self._copy
-
     def take(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Remember the current state."""
         self._optimizer = optimizer
