@@ -80,7 +80,7 @@ def _advice(type_name: str, message: str) -> str:
 
 
 _NOT_FINITE = (
-    " (if f is infinite where this is raised, say so by nonfinite_errors=..., with the class of the exception, and "
+    " (if f is infinite where this is raised, say so by on_nonfinite=..., with the class of the exception, and "
     "on_nonfinite='return' for line searches that step back)"
 )
 # Of `math`, torch.distributions and torchdiffeq, where parameters have gone too far.

@@ -294,7 +294,7 @@ class Evaluations(Extensible):
         complete points, as many as its speed allows: for parallel line searches, several starts, evolution strategies.
         With `gradients` it returns a tuple, also with df/dX at each point, shape `(K, n)`, X's dtype. Both equal the
         results of `evaluate` there; with `chunk_size` bit for bit. Where f or its gradient is not finite, or one of
-        `nonfinite_errors` is raised, f is infinity. Parameters, gradients, buffers and counters are unchanged; prehook
+        `on_nonfinite` is raised, f is infinity. Parameters, gradients, buffers and counters are unchanged; prehook
         runs, posthook does not. Each worker needs memory for a point, and on a cluster each machine gets the full
         batch. Raises `TypeError` or `ValueError` for other points, and `WorkerError` if the user's code raises.
 

@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+OnNonfinite = Literal["raise", "return"] | type[Exception] | Sequence[Literal["raise", "return"] | type[Exception]]
+
 
 class BatchOptimizer(Evaluations):
     """Evaluates `criterion(module(inputs), targets)` and its gradient over full batches on `parallelize` workers.
@@ -115,7 +117,10 @@ class BatchOptimizer(Evaluations):
             worker.
         seed: of all random draws in the workers, which depend on it, the step and the chunk alone.
         on_nonfinite: `"raise"`, the default: a loss or gradient that is not finite raises `NonFiniteError`. `"return"`:
-            the loss is infinity, for a line search that can backtrack.
+            the loss is infinity, for a line search that can backtrack. Classes of exceptions, such as
+            `torch.linalg.LinAlgError`, alone or in a tuple with one of these words: an evaluation in which the module
+            or a loss raises one has a loss that is not finite. The optimizers of batchopt then try a shorter step, also
+            with `"raise"`.
         history: `True`: `history` keeps a row for each accepted point of an optimizer of batchopt, or each step of
             another one; a number: each k-th. Default: none.
         on_interrupt: after Ctrl-C in a step of an optimizer of batchopt: `"keep"`, the default, ends it at the best
@@ -126,17 +131,13 @@ class BatchOptimizer(Evaluations):
             `stopped` has the name. From here to `close`, in the main thread; a handler that was there before is called,
             too, and put back. Workers ignore the signals that this process handles. Of ranks one is enough for all.
             Default: none.
-        nonfinite_errors: classes of exceptions, such as `torch.linalg.LinAlgError`, by which the module or a loss
-            signals that f has no value at X: an evaluation that raises one has a loss that is not finite. The
-            optimizers of batchopt then try a shorter step, also with `on_nonfinite="raise"`. Default: none.
-        compile: evaluate f and its gradient by a C++ program that is made of them, in a process of its own; up to
-            twice as fast where derivatives of derivatives are taken. "auto": evaluations go on until it is there, and
-            the faster way is kept; True: the first one waits for it, and what cannot be compiled is a
-            `CompileError`. Compiled evaluations differ from others by rounding, and are compared with them now and
-            then. Needs a C++ compiler.
-        graph: on a CUDA device, record an evaluation that repeats as a graph, which the device then does again without
-            Python. The bits are those of eager evaluations, with which graphs are compared now and then; what cannot be
-            recorded is evaluated eagerly, and `workers` say why. Default: True.
+        compile: None, the default: on a CUDA device an evaluation that repeats is recorded as a graph, which the device
+            then does again without Python (what cannot be recorded is evaluated eagerly, and `workers` say why); on
+            cores it is eager. False: eager everywhere. True or "auto": on cores a C++ program is made of f and its
+            gradient, in a process of its own; up to twice as fast where derivatives of derivatives are taken. "auto":
+            evaluations go on until it is there, and the faster way is kept; True: the first one waits for it, and what
+            cannot be compiled is a `CompileError`. Needs a C++ compiler. Both are compared with eager evaluations now
+            and then: graphs have the same bits, and compiled ones differ by rounding.
         check_cut: warn if the loss depends on how the batch is cut, as for tokens without padding and without
             `denominators`. The first time that a batch is cut, one worker evaluates 8 samples of each term, from
             everywhere in the batch, in a single forward and in two parts; losses of `torch.nn` are not checked.
@@ -188,15 +189,13 @@ class BatchOptimizer(Evaluations):
         timeout: float | None = None,
         max_restarts: int | None = None,
         seed: int = 0,
-        on_nonfinite: Literal["raise", "return"] = "raise",
+        on_nonfinite: OnNonfinite = "raise",
         on_interrupt: Literal["keep", "undo"] = "keep",
         history: bool | int = False,
         stop_on: Sequence[str] = (),
-        nonfinite_errors: type[Exception] | Sequence[type[Exception]] = (),
         verbose: Literal[0, 1, 2, 3] = 0,
         check_cut: bool = True,
-        compile: bool | Literal["auto"] = False,
-        graph: bool = True,
+        compile: bool | Literal["auto"] | None = None,
         ray_options: Mapping[str, Any] | None = None,
         compress: str | Mapping[str, Any] | None = None,
     ) -> None:

@@ -98,7 +98,7 @@ def evaluations(device: torch.device) -> list[Finding]:
     found = []
     for name in CASES:
         cases = [prepared(name, device) for _ in range(3)]
-        with ours(cases[1], graph=False) as eager, ours(cases[2]) as recorded:
+        with ours(cases[1], compile=False) as eager, ours(cases[2]) as recorded:
             times = take_turns(
                 {
                     "torch": lambda cases=cases: plain(cases[0]),  # type: ignore[misc]
@@ -151,7 +151,11 @@ def lbfgs(device: torch.device) -> list[Finding]:
                 each[way] = (time.perf_counter() - began) / count
                 continue
             optimizer_of = partial(batchopt.LBFGS, **limits)
-            options: dict[str, Any] = {"loss_fn": mean, "check_cut": False, "graph": way == "graph"}
+            options: dict[str, Any] = {
+                "loss_fn": mean,
+                "check_cut": False,
+                "compile": None if way == "graph" else False,
+            }
             with BatchOptimizer(case.module, optimizer=optimizer_of, **options) as opt:
                 opt.load(case.inputs, case.targets)
                 for _ in range(9):
@@ -208,7 +212,7 @@ def sgd(device: torch.device) -> list[Finding]:
 
         options: dict[str, Any] = {"optimizer": lambda params: torch.optim.SGD(params, lr=0.01)}
         with (
-            BatchOptimizer(nets[1], criterion, **options, graph=False) as eager,
+            BatchOptimizer(nets[1], criterion, **options, compile=False) as eager,
             BatchOptimizer(nets[2], criterion, **options) as recorded,
         ):
             ways: dict[str, Callable[[], object]] = {

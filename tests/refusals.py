@@ -269,11 +269,11 @@ build(chunk_size=0) -> ValueError: `chunk_size` must be >= 1, got 0
 build(chunk_size=2.0) -> TypeError: `chunk_size` must be an int, got float 2.0
 build(seed=-1) -> ValueError: `seed` must be >= 0, got -1
 build(seed=None) -> TypeError: `seed` must be an int, got NoneType None
-build(on_nonfinite=<"ignore" | "Raise" | None | True | ["raise"]>) -> ValueError: must be 'raise' or 'return', got <>
+build(on_nonfinite=<"ignore" | "Raise" | None | True | ["raise", "return"]>) -> ValueError: got <>
 build(verbose=<-1 | 4 | 1.0 | "1" | True | None>) -> ValueError: `verbose` must be 0, 1, 2 or 3, got <>
 build(check_cut=<1 | "yes" | None>) -> TypeError: `check_cut` must be True or False
-build(nonfinite_errors=<ArithmeticError("one") | int | KeyboardInterrupt | "ArithmeticError" | None>) ->
-    TypeError: `nonfinite_errors` must be classes of exceptions
+build(on_nonfinite=<ArithmeticError("one") | int | KeyboardInterrupt | "ArithmeticError" | ("raise", int)>) ->
+    ValueError: `on_nonfinite` must be 'raise' or 'return', classes of exceptions
 build(devices="cuda:0", parallelize=1) -> TypeError: one device a worker
 build(devices=["cpu", "cpu"], parallelize=3) -> ValueError: 2 entries for 3 workers
 build(devices=[], parallelize=1) -> ValueError: is empty
@@ -481,7 +481,7 @@ step(criterion=lambda o, y: (o - y).detach().mean()) -> WorkerError: does not de
 step(X, Y.masked_fill(Y > 0.7, math.nan), optimizer="sgd") ->
     NonFiniteError: loss is nan in chunk 0 (sample 2)...; parameters are unchanged (on_nonfinite='return' makes it an
 step(module=failing(torch.linalg.cholesky, -torch.eye(2))) -> WorkerError: if f is infinite where this is raised, say so
-step(module=failing(math.sqrt, -1)) -> WorkerError: math domain error (if ...by nonfinite_errors=..., with the class
+step(module=failing(math.sqrt, -1)) -> WorkerError: math domain error (if ...by on_nonfinite=..., with the class
 step(X, Y, loss_fn=lambda m, x, y: (m(x) - Y).mean(), chunk_size=2) -> WorkerError: of the 4 samples: what has a row for
 step(X, Y, loss_fn=lambda m, x, y: (m(x) - Y).mean(), parallelize=2) -> WorkerError: cannot be divided: use parallelize
 step({"x": X, "mask": X}, Y, module=Keywords()) -> WorkerError: a dict; for ...: loss_fn=lambda m, x, t: criterion(m(**x

@@ -119,6 +119,7 @@ def test_settings_have_the_arguments_of_a_batch_optimizer() -> None:
     others = {"module", "optimizer", "ray_options", "residual"}  # the last is a `loss_fn`, once it is read
     arguments = set(inspect.signature(BatchOptimizer).parameters) - others
     found = {"automatic", "candidates", "deterministic", "options", "sizes_chunks"}  # of an argument and of torch
+    found |= {"graph", "nonfinite_errors"}  # of `compile` and `on_nonfinite`
     assert {field.name for field in fields(Settings)} - found == arguments
 
 

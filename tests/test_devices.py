@@ -150,7 +150,7 @@ def replays(worker: Worker) -> int:
 def test_workers_on_devices_record_what_repeats(case: Callable[[], Workload], chunk_size: int | None) -> None:
     found = []
     for graph in (True, False):
-        options = {"chunk_size": chunk_size, "precode": record, "graph": graph}
+        options = {"chunk_size": chunk_size, "precode": record, "compile": None if graph else False}
         with on(case(), devices=["cpu:0", "cpu:0"], speeds=[1, 1], **options) as opt:
             values = []
             for _ in range(5):

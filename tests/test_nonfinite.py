@@ -37,7 +37,8 @@ class Bounded(nn.Module):
 
 
 def build(parallelize: int, **options: Any) -> BatchOptimizer:
-    options = {"nonfinite_errors": ArithmeticError, **options}
+    given = options.pop("on_nonfinite", "raise")
+    options["on_nonfinite"] = given if isinstance(given, tuple) else (given, ArithmeticError)
     return BatchOptimizer(Bounded(), nn.MSELoss(), parallelize=parallelize, **options)
 
 
@@ -74,7 +75,7 @@ def test_an_infinite_loss_is_returned_where_that_is_wanted(parallelize: int) -> 
         "a": Term(lambda module, x, y: nn.functional.mse_loss(module(x), y)),
         "b": Term(lambda module, x, _: module(x).mean()),
     }
-    options: dict[str, Any] = {"nonfinite_errors": [KeyError, OddError], "on_nonfinite": "return", "verbose": 3}
+    options: dict[str, Any] = {"on_nonfinite": [KeyError, OddError, "return"], "verbose": 3}
     with BatchOptimizer(Bounded(), terms=terms, parallelize=parallelize, **options) as opt, opt.timeline():
         opt.load({"a": (X, Y), "b": X})
         opt.parameters.fill_(4.0)
@@ -96,7 +97,7 @@ def test_at_many_points_it_is_infinity(parallelize: int) -> None:
 
 @WORKERS
 def test_what_is_not_named_ends_the_step(parallelize: int) -> None:
-    with build(parallelize, nonfinite_errors=(KeyError, ZeroDivisionError)) as opt:
+    with build(parallelize, on_nonfinite=(KeyError, ZeroDivisionError)) as opt:
         opt.load(X, Y)
         with pytest.raises(WorkerError, match="OddError in worker"):
             opt.optimize()
@@ -137,5 +138,5 @@ def test_an_exception_of_linear_algebra_names_the_argument_by_which_it_is_infini
 
     with BatchOptimizer(torch.nn.Linear(3, 1), loss_fn=loss_fn, check_cut=False) as opt:
         opt.load(torch.ones(4, 3), torch.ones(4, 1))
-        with pytest.raises(WorkerError, match=r"say so by nonfinite_errors=\.\.\., with the class of the exception"):
+        with pytest.raises(WorkerError, match=r"say so by on_nonfinite=\.\.\., with the class of the exception"):
             opt.evaluate()

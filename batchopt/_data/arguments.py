@@ -53,9 +53,9 @@ def _read_chunk_size(name: str, value: Any) -> int | str:
 
 
 def _read_compile(name: str, value: Any) -> bool | str:
-    if not isinstance(value, bool) and value != "auto":
-        raise ValueError(f"`{name}` must be False, True or 'auto', got {value!r}")
-    return value  # type: ignore[no-any-return]
+    if value is not None and not isinstance(value, bool) and value != "auto":
+        raise ValueError(f"`{name}` must be None, False, True or 'auto', got {value!r}")
+    return value or False
 
 
 def _read_history(name: str, value: Any) -> int:
@@ -88,12 +88,17 @@ def read_columns(v: torch.Tensor, size: int) -> torch.Tensor:
     return v
 
 
-def _read_classes(name: str, value: Any) -> tuple[type[Exception], ...]:
-    kinds = tuple(value) if isinstance(value, (tuple, list)) else (value,)
-    for kind in kinds:
-        if not (isinstance(kind, type) and issubclass(kind, Exception)):
-            raise TypeError(f"`{name}` must be classes of exceptions, as (ArithmeticError,), got {kind!r}")
-    return kinds
+def read_nonfinite(value: Any) -> tuple[str, tuple[type[Exception], ...]]:
+    """Return what happens where a loss is not finite, and the classes of exceptions that mean such a loss."""
+    given = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+    kinds = tuple([one for one in given if isinstance(one, type) and issubclass(one, Exception)])
+    actions = [one for one in given if one not in kinds]
+    if len(actions) > 1 or any(action not in ("raise", "return") for action in actions):
+        raise ValueError(
+            "`on_nonfinite` must be 'raise' or 'return', classes of exceptions that mean such a loss, or a tuple of "
+            f"both, as ('return', ArithmeticError); got {value!r}"
+        )
+    return (actions or ["raise"])[0], kinds
 
 
 def _one_of(*values: str | int) -> Reader:
@@ -132,7 +137,6 @@ _NEEDED: dict[str, Reader] = {
         "history": _read_history,
         "compile": _read_compile,
         "on_nonfinite": _one_of("raise", "return"),
-        "nonfinite_errors": _read_classes,
     },
     **{"stop_on": _read_signals, "on_interrupt": _one_of("keep", "undo")},
 }

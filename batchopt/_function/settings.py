@@ -29,8 +29,8 @@ from batchopt_workers.wire.failures import names_of
 
 # The arguments that are read one by one.
 _READ = (
-    "chunk_size threads_per_worker timeout max_restarts seed on_nonfinite nonfinite_errors verbose cache check_cut "
-    "compile graph stop_on on_interrupt history"
+    "chunk_size threads_per_worker timeout max_restarts seed verbose cache check_cut "
+    "compile stop_on on_interrupt history"
 )
 
 
@@ -38,10 +38,12 @@ _READ = (
 class Settings:
     """The arguments of `BatchOptimizer`, by the same names and as documented there, as checked by `read`.
 
-    `reduction` None: the criterion's own, else the mean. `parallelize` None: as many workers as there is room for at
-    any time. `threads_per_worker` None: chosen by the backend. `deterministic`: torch was set to use deterministic
-    algorithms. `options` are the backend's own. `automatic`: the number of workers is chosen by measured times, on the
-    cores or on `candidates` (`devices` is None); `sizes_chunks`: so is the size of chunks, and `chunk_size` is None.
+    `on_nonfinite` is divided into what is done and `nonfinite_errors`, and `compile` into what is compiled and whether
+    a card records (`graph`). `reduction` None: the criterion's own, else the mean. `parallelize` None: as many workers
+    as there is room for at any time. `threads_per_worker` None: chosen by the backend. `deterministic`: torch was set
+    to use deterministic algorithms. `options` are the backend's own. `automatic`: the number of workers is chosen by
+    measured times, on the cores or on `candidates` (`devices` is None); `sizes_chunks`: so is the size of chunks, and
+    `chunk_size` is None.
     """
 
     criterion: Callable[..., Any] | None
@@ -99,7 +101,9 @@ class Settings:
         for name in ("precode", "prehook", "posthook", "collate_fn", "denominators"):
             arguments.check_callable(name, found[name])
         resolve_reduction(found["reduction"], found["criterion"])
+        found["graph"] = found["compile"] is not False
         found |= {name: arguments.read(name, found[name]) for name in _READ.split()}
+        found["on_nonfinite"], found["nonfinite_errors"] = arguments.read_nonfinite(found["on_nonfinite"])
         found["compress"] = read_compress(found["compress"])
         if found["chunk_size"] == "auto":
             found |= {"chunk_size": None, "sizes_chunks": True}

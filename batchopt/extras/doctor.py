@@ -65,7 +65,7 @@ class Culprit(Enum):
         "if it is neither, as one of pairs or ranks, use parallelize=1 without `chunk_size`"
     )
     COMPILED = "compiled evaluations find something else: tracing does not see all of the loss; leave `compile` out"
-    RECORDED = "recorded evaluations find something else than eager ones: pass graph=False"
+    RECORDED = "recorded evaluations find something else than eager ones: pass compile=False"
     PARALLEL = "workers compute something else than this process: look for what they have not (files, globals, precode)"
 
 

@@ -38,7 +38,6 @@ class Timeline(Observer):
     applied the function to; between them it waits.
     """
 
-
     def __init__(self) -> None:
         self.events: list[Event] = []
 

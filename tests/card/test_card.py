@@ -128,7 +128,7 @@ def test_check_compares_what_is_recorded(recorded: list[Any], device: torch.devi
         found = str(opt.check(*there(device)))
         assert "recorded evaluations are the eager ones" in found
         assert "1 recorded" in found
-    with made(device, optimizer="lbfgs", graph=False) as opt:
+    with made(device, optimizer="lbfgs", compile=False) as opt:
         assert "recorded" not in str(opt.check(*data()))
 
 
@@ -163,7 +163,7 @@ def test_a_batch_of_the_cpu_is_brought_to_the_module(device: torch.device, chunk
 
 def test_a_batch_is_brought_once(simulated: None, device: torch.device) -> None:
     x, y = data()
-    with made(device, graph=False) as opt:
+    with made(device, compile=False) as opt:
         opt.load(x.repeat(1000, 1), y.repeat(1000, 1))
         opt.evaluate()
         before = card.counts()
@@ -281,7 +281,7 @@ def test_what_was_measured_may_not_be_enough(memory: None, device: torch.device,
         torch.manual_seed(0)
         x, y = torch.rand(20, 50_000).double().to(device), torch.rand(20, 1).double().to(device)
         line = nn.Sequential(nn.Tanh(), nn.Linear(50_000, 1)).double().to(device)
-        opt = BatchOptimizer(line, nn.MSELoss(), optimizer=None, chunk_size="auto", graph=False)
+        opt = BatchOptimizer(line, nn.MSELoss(), optimizer=None, chunk_size="auto", compile=False)
     else:
         (x, y), opt = (tensor.to(device) for tensor in batch), wide(device, chunk_size="auto")
     with opt:

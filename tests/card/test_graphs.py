@@ -78,7 +78,7 @@ def built(device: torch.device, graph: bool, module: Any = Net, **options: Any) 
     module = (module if isinstance(module, nn.Module) else module()).double().to(device)
     if not options.keys() & {"loss_fn", "residual", "terms", "criterion"}:
         options["criterion"] = Loss().double().to(device)
-    return BatchOptimizer(module, **{"optimizer": None, "graph": graph, **options})
+    return BatchOptimizer(module, **{"optimizer": None, "compile": None if graph else False, **options})
 
 
 def there(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -379,7 +379,7 @@ def test_casts_of_autocast_are_recorded(
         net = small().to(device)
         with (
             torch.autocast(device.type, torch.bfloat16),
-            BatchOptimizer(net, nn.MSELoss(), optimizer=None, graph=graph) as opt,
+            BatchOptimizer(net, nn.MSELoss(), optimizer=None, compile=None if graph else False) as opt,
         ):
             opt.load(x, y)
             for _ in range(5):
@@ -427,8 +427,6 @@ def test_graphs_can_be_left_out(recorded: list[Any], device: torch.device) -> No
             opt.evaluate()
         assert opt.workers[0].graph is None
     assert not recorded
-    with pytest.raises(TypeError, match="`graph` must be True or False"):
-        BatchOptimizer(nn.Linear(1, 1), graph="no")  # type: ignore[arg-type]
 
 
 def test_products_and_tasks_go_on_beside_graphs(recorded: list[Any], device: torch.device) -> None:

@@ -272,7 +272,7 @@ def test_each_reason_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
         opt.load(X, Y)
         with pytest.raises(CompileError, match=r"no C\+\+ compiler .*install one, or name it in CXX"):
             opt.evaluate()
-    with pytest.raises(ValueError, match="`compile` must be False, True or 'auto', got 2"):
+    with pytest.raises(ValueError, match="`compile` must be None, False, True or 'auto', got 2"):
         make(net(), compile=2)
 
 

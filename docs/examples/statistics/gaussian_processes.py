@@ -65,7 +65,7 @@ with torch.no_grad():
 # ---
 #
 # The module returns a value per sample; ``loss_fn`` takes their mean. A trial of the line search whose matrix is not
-# positive definite is an infinite loss, from which the search steps back: ``nonfinite_errors`` says so.
+# positive definite is an infinite loss, from which the search steps back: ``on_nonfinite`` says so.
 
 cores = len(os.sched_getaffinity(0))
 data = stations, times, values
@@ -86,7 +86,7 @@ def optimizer(parallelize):
         optimizer=lbfgs,
         parallelize=parallelize,
         threads_per_worker=1,
-        nonfinite_errors=(torch.linalg.LinAlgError,),
+        on_nonfinite=torch.linalg.LinAlgError,
     )
 
 
