@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
@@ -11,11 +10,10 @@ import torch
 
 from batchopt._data import arguments
 from batchopt._data.terms import reweighed
-from batchopt._function.closure import Closure, loss_with_graph
+from batchopt._function.closure import loss_with_graph
 from batchopt._function.columns import deals, evaluate_by_columns
 from batchopt._function.derivatives import check_exact, evaluate_many, full_gradient, hessian_products, input_gradients
 from batchopt._function.engine import Engine
-from batchopt._function.hogwild import HogwildResult, hogwild
 from batchopt._function.least_squares import (
     LARGEST,
     Normal,
@@ -29,18 +27,12 @@ from batchopt._function.least_squares import (
 from batchopt._function.numpy_objective import FlatObjective
 from batchopt._function.prediction import iter_predict, predict, score
 from batchopt._function.tasks import Functions, apply, collect, total
-from batchopt._function.twin import twin_of
 from batchopt._machine.ownership import exclusive
 from batchopt._mapreduce.answers import Answer
 from batchopt.backends.base import WorkerInfo
-from batchopt.extending import Extensible
-from batchopt_workers.functions.hogwild import Factory
 
 if TYPE_CHECKING:
     import numpy as np
-
-    from batchopt.extras.covariance import Covariance
-    from batchopt.extras.timeline import Timeline
 
     Array = torch.Tensor | np.ndarray[Any, Any]  # a batch of these has results of the function's own type
     Points = torch.Tensor | Sequence[torch.Tensor]
@@ -49,11 +41,14 @@ Self = TypeVar("Self", bound="Evaluations")
 R = TypeVar("R")
 
 
-class Evaluations(Extensible):
+class Evaluations:
     """f(X), df/dX and other functions of a loaded batch, evaluated by workers; a `BatchOptimizer` adds the steps."""
 
     def __init__(self, function: Engine) -> None:
         self._function, self._owner = function, function.owner
+
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if not name.startswith("_") or name.startswith("__")]
 
     def __enter__(self: Self) -> Self:
         self._function.check_open()
@@ -72,21 +67,6 @@ class Evaluations(Extensible):
         possible, with `BatchoptError`, and then stops the workers. In a fork it does nothing, as a fork has no workers.
         """
         self._function.close()
-
-    def twin(self, *, double: bool = False, hooks: bool = True, loaded: bool = False, **changes: Any) -> Evaluations:
-        """Return a function of a copy of the module and the criterion, to compare with: evaluated in this process,
-        eagerly, unless `changes`, arguments of `BatchOptimizer`, say otherwise. Its first batch has the random draws of
-        the last one here. Use it in a `with` statement, or `close` it.
-
-        double: the copy is in float64. hooks: False leaves them out. loaded: load the batch that is loaded here. Raises
-        `TypeError` for arguments in which a twin cannot differ, and what `BatchOptimizer` and `load` raise.
-
-        >>> opt.load(x, y)
-        >>> with opt.twin(loaded=True) as twin:
-        ...     torch.equal(twin.evaluate(), opt.evaluate())
-        True
-        """
-        return Evaluations(twin_of(self._function, double, hooks, loaded, changes))
 
     # ---- f
 
@@ -163,7 +143,7 @@ class Evaluations(Extensible):
         a vector that is not finite in X's dtype is NaN. The product is of the function that `evaluate` computes, with
         the same chunks, draws and buffers; with `chunk_size` it is bit for bit equal for any number of workers. It
         takes two to three times as long as an evaluation; for k vectors the first backward is made once, and its graph
-        is kept. Gradients, `output` and counters other than `product_counter` are unchanged; prehook runs, posthook
+        is kept. Gradients, `output` and counters are unchanged; prehook runs, posthook
         does not. Raises `TypeError` or `ValueError` for another `v`, what `evaluate` raises, and `WorkerError` if the
         module cannot be differentiated twice; with `on_nonfinite="return"` a product that is not finite is returned.
 
@@ -239,45 +219,6 @@ class Evaluations(Extensible):
         `residuals`, one term after the other. For few residuals: all rows of J are in memory together. Raises
         `ValueError` for more than `limit` of them, and what `residuals` raises."""
         return gram(self._function, limit)
-
-    @exclusive
-    def covariance(
-        self,
-        kind: str | None = None,
-        *,
-        sigma: float | None = None,
-        tolerance: float | None = None,
-        limit: int = 5_000,
-    ) -> Covariance:
-        """Return the covariance of the parameters at X as estimated from the loaded batch: a `Covariance`, of which
-        `print(found.summary())` shows standard errors, and `found.of(function)` gives those of functions of the module.
-
-        kind: `"least squares"`, where f is a sum of squares: s² (JᵀVJ)⁻¹, by `normal`, with V the weights of samples
-        and terms. `"likelihood"`: the inverse Hessian, by `hvp`, of f as a negative log likelihood; a mean is
-        multiplied by what it divides by. `"sandwich"`: H⁻¹ G H⁻¹, where G has the outer products of the gradients of
-        samples, which is right also if the likelihood is not (Huber, "The behavior of maximum likelihood estimates
-        under nonstandard conditions", 1967; White, "Maximum likelihood estimation of misspecified models",
-        Econometrica 50, 1982). Default: the first where f is a sum of squares, else the second.
-
-        sigma: the known standard deviation of a residual of weight 1. Default: s² is the sum of weighted squares
-        divided by the degrees of freedom. tolerance: the largest eigenvalue of a singular direction, of the matrix
-        scaled to a unit diagonal; parameters that take part have infinite errors, and `singular` names them. Default:
-        what rounding makes of 0. limit: of the number of parameters.
-
-        Algebra is in float64; rows and products are in X's dtype, and `digits` says what that leaves. Frozen parameters
-        have no error. A likelihood takes an evaluation, which sets `grad_parameters`, and p products. Raises
-        `ValueError` for a Hessian with a negative eigenvalue, a robust loss or means of several terms as least squares,
-        no degrees of freedom, or gradients of samples that do not sum up to df/dX; and what `normal`, `hvp` and `total`
-        raise.
-
-        >>> opt.load(x, y)
-        >>> opt.covariance(tolerance=1e-6)  # of a network some directions are not determined # doctest: +ELLIPSIS
-        Covariance(least squares, 25 parameters, ... singular directions)
-        """
-        from batchopt.extras.uncertainty import covariance_of
-
-        self._owner.check_between_steps("covariance")
-        return covariance_of(self, kind, sigma, tolerance, limit)
 
     @overload
     def evaluate_many(self, points: Points, gradients: Literal[False] = False) -> torch.Tensor: ...
@@ -585,23 +526,6 @@ class Evaluations(Extensible):
         """The number of samples of the batches stepped on so far."""
         return self._function.history.counters.samples
 
-    @property
-    def product_counter(self) -> int:
-        """The number of Hessian-vector products so far."""
-        return self._function.history.counters.products
-
-    @property
-    def closure(self) -> Closure:
-        """`evaluate` as an object: the closure of any optimizer, also with the normal equations for
-        `LevenbergMarquardt`: `optimizer.step(opt.closure)`.
-
-        >>> opt.load(x, y)
-        >>> optimizer = batchopt.LevenbergMarquardt(model.parameters(), max_iter=5)
-        >>> float(optimizer.step(opt.closure)) > optimizer.result.f
-        True
-        """
-        return Closure(self._function, self.evaluate)
-
     @exclusive
     def full_gradient(
         self, data: Iterable[Any], *, convert: Callable[[Any], Any] | None = None
@@ -641,49 +565,10 @@ class Evaluations(Extensible):
         check_exact(self._function, "objective()")
         return FlatObjective(self._function, self.evaluate)
 
-    def hogwild(
-        self, data: Any, optimizer: Factory, *, batch_size: int, epochs: int = 1, shuffle: bool = True
-    ) -> HogwildResult:
-        """Let each worker step on its own mini-batches, on parameters shared by all of them, without waiting.
-
-        data: `(inputs, targets)`, inputs, or a map-style `Dataset`. optimizer: `optimizer(params)`, a factory, called
-        once in each worker, so that its state (momentum) is the worker's own. batch_size: samples in a mini-batch,
-        whose loss is its mean. epochs: number of passes over the samples; with `shuffle` in an order given by `seed`
-        and the epoch. Worker `i` of `n` has every `n`-th mini-batch; others take over what a slow worker has not begun.
-        A worker that dies is replaced, and its unfinished mini-batches are processed by others, with a new optimizer.
-
-        With one worker this is plain SGD, bit for bit. With several, writes overwrite each other in any order, and runs
-        are not reproducible: it is for models of which a mini-batch touches few parameters, such as embeddings with
-        `sparse=True` (Niu, Recht, Ré and Wright: "Hogwild!", 2011). Returns the losses of each worker. Raises
-        `ValueError` for running statistics, which cannot be merged; `NonFiniteError` for a mini-batch whose loss or
-        gradient is not finite, on which no step is made; and what `collect` raises. Then parameters are as the previous
-        steps left them. No worker steps after the call has ended. Not supported on a cluster, nor with `devices`.
-
-        >>> found = opt.hogwild((x, y), lambda params: torch.optim.SGD(params, lr=0.01), batch_size=10)
-        >>> sum(map(len, found.losses))
-        20
-        """
-        return hogwild(self._function, data, optimizer, batch_size, epochs, shuffle)
-
     @property
     def workers(self) -> Sequence[WorkerInfo]:
         """Each worker's rank, pid, host, device, speed, samples, busy seconds, restarts, and whether it lives."""
         return self._function.workers.infos
-
-    def timeline(self) -> AbstractContextManager[Timeline]:
-        """Record the activities of the parent and the workers inside a `with` statement; no overhead outside it.
-
-        `with opt.timeline() as timeline: ...`; then `print(timeline)` for each worker's utilisation and split,
-        `timeline.save("trace.json")` for a trace viewer (Perfetto), `timeline.draw("timeline.png")` for a figure.
-
-        >>> with opt.timeline() as timeline:
-        ...     loss = opt.step(x, y)
-        >>> sorted(timeline.utilisation)
-        [0, 1]
-        """
-        from batchopt.extras.timeline import Timeline
-
-        return self.observe(Timeline())
 
     def fingerprint(self) -> str:
         """Return the sha256, in hexadecimal, of the parameters, the counters and all losses so far.

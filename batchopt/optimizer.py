@@ -12,7 +12,7 @@ import torch
 from batchopt._checkpoint import file
 from batchopt._data import arguments
 from batchopt._data.terms import Term
-from batchopt._function.closure import of_second_derivatives
+from batchopt._function.closure import Closure, of_second_derivatives
 from batchopt._function.ending import Ending
 from batchopt._function.engine import Engine
 from batchopt._function.prepared import PreparedBatch, prepared
@@ -26,11 +26,11 @@ from batchopt._mapreduce.reduce import LARGE
 from batchopt._program.flat_module import FlatModule
 from batchopt._program.flatten import trainable
 from batchopt.errors import TRAINER_ADVICE, BatchoptError, CheckpointError
-from batchopt.evaluations import Evaluations
 from batchopt.extras.history import History
 from batchopt.optim.choose import OptimizerChoice, check_choice, check_goes_by_any_gradient, choose_optimizer
 from batchopt.optim.minimizer import Minimizer, Result
 from batchopt.optim.rollback import Rollback
+from batchopt.studies import Studies
 from batchopt_workers.batch.items import Collate
 from batchopt_workers.batch.weighting import Denominators
 from batchopt_workers.evaluate.objective import LossFunction
@@ -38,16 +38,14 @@ from batchopt_workers.evaluate.program import Hook, Precode
 from batchopt_workers.functions.squares import ResidualFunction
 
 if TYPE_CHECKING:
-    from batchopt.extras.doctor import Diagnosis
     from batchopt.extras.multistart import Multistart
-    from batchopt.extras.scaling import Scaling
 
 T = TypeVar("T")
 
 OnNonfinite = Literal["raise", "return"] | type[Exception] | Sequence[Literal["raise", "return"] | type[Exception]]
 
 
-class BatchOptimizer(Evaluations):
+class BatchOptimizer(Studies):
     """Evaluates `criterion(module(inputs), targets)` and its gradient over full batches on `parallelize` workers.
 
     In this documentation f is the loss of the batch, X the vector of all trainable parameters, and df/dX the gradient.
@@ -290,20 +288,15 @@ class BatchOptimizer(Evaluations):
         from batchopt.extras.multistart import multistart_of
 
         self._owner.check_between_steps("multistart")
-        found = multistart_of(self, starts, self._choice if optimizer is None else optimizer, keep, steps)
+        choice, step = self._choice if optimizer is None else optimizer, self._step_with
+        found = multistart_of(self, starts, choice, keep, steps, step, lambda: self.stopped is not None)
         self._function.settle()
         return found
 
     @exclusive
-    def step_with(self, optimizer: torch.optim.Optimizer) -> float:
+    def _step_with(self, optimizer: torch.optim.Optimizer) -> float:
         """Take a step of another optimizer, made for this module's parameters, on the loaded batch; return the loss.
-
-        Several have the same random draws, and begin from the same buffers. Raises what `step` raises, and
-        `BatchoptError` if no batch is loaded.
-
-        >>> opt.load(x, y)
-        >>> loss = opt.step_with(torch.optim.SGD(model.parameters(), lr=0.1))
-        """
+        Several have the same random draws, and begin from the same buffers."""
         self._function.ready()
         own, self.optimizer = self.optimizer, optimizer
         try:
@@ -332,9 +325,13 @@ class BatchOptimizer(Evaluations):
         return self._stepping.ending.why
 
     @property
-    def result(self) -> Result | None:
-        """The outcome of the last step of an optimizer of batchopt; None before, and for other optimizers."""
-        return self.optimizer.result if isinstance(self.optimizer, Minimizer) else None
+    def result(self) -> Result:
+        """The outcome of the last step of an optimizer of batchopt. Raises `BatchoptError` before the first one, and
+        for other optimizers."""
+        found = self.optimizer.result if isinstance(self.optimizer, Minimizer) else None
+        if found is None:
+            raise BatchoptError("there is no result: it is that of a step of an optimizer of batchopt ('lbfgs', say)")
+        return found
 
     @property
     def history(self) -> History:
@@ -375,7 +372,7 @@ class BatchOptimizer(Evaluations):
         >>> len(losses), opt.sample_counter
         (4, 200)
         """
-        for batch in self.prepared(batches):
+        for batch in prepared(self._function, batches):
             yield self._step_on(batch)
 
     @exclusive
@@ -390,34 +387,21 @@ class BatchOptimizer(Evaluations):
             if function.history.counters.batches > counted:
                 batch.finish()
 
-    def prepared(
-        self, batches: Iterable[Any], *, convert: Callable[[Any], Any] | None = None
-    ) -> Iterator[PreparedBatch]:
-        """Return an iterator over prepared `batches` (as for `steps`), for custom loops:
-        `for batch in opt.prepared(batches): opt.step(batch)`. The next one is read and copied to the workers while they
-        compute.
-
-        Each is for `step` or `load` of this optimizer, once, before the next one is requested; otherwise they raise
-        `BatchoptError`. `len(batch)` is its number of samples. A batch of `Batches` counts when its step is complete,
-        when it is loaded, or when the loop continues without it. `convert` makes a batch, as for `steps`, of what
-        `batches` yield.
-        """
-        return prepared(self._function, batches, convert)
-
     def optimize(self) -> None:
         """Take one step of `optimizer` on the loaded batch, or evaluate once without one; a subclass may override
         it."""
         if self.optimizer is None:
             self.evaluate()
         else:
+            closure = Closure(self._function, self.evaluate)
             try:
                 with torch_threads(1 if self._fixes_threads else None):
                     if isinstance(self.optimizer, Minimizer):
-                        self.optimizer.step(self.closure, watch=self._stepping)
+                        self.optimizer.step(closure, watch=self._stepping)
                     else:
                         if hasattr(self.optimizer, "first_step"):  # SAM's, by the gradient here, which is evaluated now
                             self.evaluate()
-                        self.optimizer.step(self.closure)  # type: ignore[arg-type]  # annotated as returning a float
+                        self.optimizer.step(closure)  # type: ignore[arg-type]  # annotated as returning a float
             except RuntimeError as error:
                 found = of_second_derivatives(self.optimizer, error)
                 if found is None:
@@ -431,47 +415,6 @@ class BatchOptimizer(Evaluations):
         function = self._function
         alike = not function.workers.alone or function.settings.fixed_bits
         return alike and function.subject.x.numel() < LARGE and not isinstance(self.optimizer, Minimizer)
-
-    @exclusive
-    def check(self, inputs: Any, targets: Any = None, options: Sequence[Any] | None = None) -> Diagnosis:
-        """Check that f and its gradient describe one function on this batch, and that the parallel one equals the
-        serial one.
-
-        Evaluates twice for equal bits; compares the gradient with finite differences, in float64 where the module can
-        be evaluated in it; the batch in chunks with the full batch; workers with this process. The precision of f, for
-        a module that computes in single precision inside or solves an equation to a tolerance, is measured, and
-        differences that it explains are accepted: it detects a slope that is off by a thousandth, and a cut by a
-        hundred-thousandth, or the limit set by that precision. Returns a `Diagnosis`: `healthy`, `culprit`, and a
-        report when printed. Parameters, counters and later draws are as before; hooks run, in this process too. A batch
-        has to be loaded again.
-
-        >>> opt.check(x, y)  # doctest: +ELLIPSIS
-        ok   two evaluations have the same bits: difference 0.0e+00
-        ok   the gradient is the slope of f (torch.float64): ... against ...
-        ok   the batch in chunks is the batch: difference ...
-        ok   workers compute what this process does: difference ...
-        culprit: none found
-        """
-        from batchopt.extras.doctor import examine
-
-        return examine(self, inputs, targets, options)
-
-    @exclusive
-    def scaling(self, *, seconds: float = 5.0, bandwidth: float = 1.25e8) -> Scaling:
-        """Measure how fast evaluations of the loaded batch are by this process and by 2, 4, ... workers on all usable
-        cores, for `seconds` in all, and compute it for more workers and for several machines like this one.
-
-        `print` the result for a table with a summary; `draw(path)` makes a figure. Computed times follow from the time
-        of the whole batch and of a part of it on one thread, from the coordination of workers as measured on two cores,
-        and for machines from the bytes of a gradient and the `bandwidth` of the network in bytes per second (default: 1
-        Gbit/s). Other workers are measured than those of this optimizer, on a copy of the module: they run `precode`
-        and hooks, and evaluate eagerly. Raises `ValueError` on a cluster, with `devices` and for numbers that are not
-        positive, and `BatchoptError` in the middle of a step and if no batch is loaded.
-        """
-        from batchopt.extras.scaling import measure_scaling
-
-        self._owner.check_between_steps("scaling")
-        return measure_scaling(self, seconds, bandwidth)
 
     # ---- workers
 
@@ -579,7 +522,7 @@ class BatchOptimizer(Evaluations):
         state, layout = self.state_dict(), self._function.subject.flat.layout
         if taken := ENTRIES & extra.keys():
             raise ValueError(f"`extra` has {sorted(taken)}, which state_dict() has: call them something else")
-        self.once(lambda: file.write(path, {**state, **extra}, layout))
+        self._function.workers.backend.once(lambda: file.write(path, {**state, **extra}, layout))
 
     @exclusive
     def load_checkpoint(
@@ -601,17 +544,6 @@ class BatchOptimizer(Evaluations):
             self.load_state_dict(state)
         except (ValueError, RuntimeError, KeyError, TypeError) as error:  # raised by torch for other shapes and names
             raise CheckpointError(f"cannot resume from checkpoint '{os.fsdecode(path)}': {error}") from error
-
-    @property
-    def seed(self) -> int:
-        """The seed of all random draws in the workers."""
-        return self._function.settings.seed
-
-    @exclusive
-    def once(self, function: Callable[[], T]) -> T:
-        """Call `function` and return its result; with `backend="ranks"` rank 0 calls it, and all ranks return its
-        result, or raise its exception. It is for what depends on a clock, or writes files."""
-        return self._function.workers.backend.once(function)
 
     @property
     def is_main(self) -> bool:

@@ -22,6 +22,7 @@ import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
 import batchopt
+from batchopt import extending
 from benchmarks.workloads import Workload, build
 
 # Evaluations in a row, of which the first does not count: it finds cold caches, as no optimizer's second one does.
@@ -182,7 +183,7 @@ class Ours:
         )
         opt.load(case.inputs, case.targets)
         self.module, self.close = case.module, opt.close
-        with opt.observe(Said()):
+        with extending.observe(opt, Said()):
             while parallelize == "auto" and "parallelize" not in opt.state_dict() and opt.eval_counter < MOST:
                 opt.evaluate()
 

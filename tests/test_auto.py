@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from batchopt import BatchOptimizer
+from batchopt import BatchOptimizer, hogwild
 from tests.workloads import Mlp, mlp, reference
 
 
@@ -192,7 +192,7 @@ def test_a_device_is_used_where_it_is_faster(at_once: Any) -> None:
         tried = set(choice_of(opt).outlook.times)
         assert {len(one.devices) for one in tried} == {0, 1, 2} and "a worker on cpu:0" in choice_of(opt).reason
         with pytest.raises(ValueError, match="share memory"):
-            opt.hogwild((case.inputs, case.targets), lambda p: torch.optim.SGD(p, lr=1e-3), batch_size=8)
+            hogwild(opt, (case.inputs, case.targets), lambda p: torch.optim.SGD(p, lr=1e-3), batch_size=8)
         opt.resize(2)  # on the cores
         assert opt.run_on_workers(lambda worker: str(worker.device)) == ["cpu", "cpu"]
         opt.resize("auto")
@@ -314,7 +314,7 @@ def test_with_state_in_workers_their_number_is_one_per_core_and_stays() -> None:
         opt.prehook = hooked["prehook"]
         assert len(opt.workers) == 2
         opt.resize("auto")
-        opt.hogwild((case.inputs, case.targets), lambda p: torch.optim.SGD(p, lr=1e-3), batch_size=8)
+        hogwild(opt, (case.inputs, case.targets), lambda p: torch.optim.SGD(p, lr=1e-3), batch_size=8)
         assert len(opt.workers) == 2
         assert opt.check(case.inputs, case.targets).healthy
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from batchopt import LBFGS, BatchoptError, BatchOptimizer, CheckpointError, Term, WorkerError
+from batchopt import LBFGS, BatchoptError, BatchOptimizer, CheckpointError, Term, WorkerError, extending, hogwild
 from tests.workloads import difference
 
 EACH = pytest.mark.parametrize("parallelize", [1, 2])
@@ -142,7 +142,9 @@ def test_everything_is_as_for_real_pairs(make: Make, options: dict[str, Any], pa
         close(found.vector, normal.vector[at])
         close(found.matrix, normal.matrix[at][:, at])
         close(opt.gram(), right.gram())
-        close(opt.closure.acceleration(v[:, 0]), right.closure.acceleration(moved[:, 0])[at], 1e-7)
+        close(
+            extending.closure(opt).acceleration(v[:, 0]), extending.closure(right).acceleration(moved[:, 0])[at], 1e-7
+        )
         slopes, others = opt.input_gradients(), right.input_gradients()
         close(*(found["a"] if "terms" in options else found for found in (slopes, others)))
         points = torch.stack([right.parameters, right.parameters + 0.1 * moved[:, 1]])
@@ -221,7 +223,7 @@ def test_hogwild_and_loss_train_complex_parameters(parallelize: int) -> None:
         found = torch.view_as_real(module.layers[0].weight.grad).flatten()
         opt.evaluate()
         close(found, opt.grad_parameters[: len(penalty)] + penalty)
-        opt.hogwild((X, Y), lambda params: torch.optim.SGD(params, lr=0.05), batch_size=4)
+        hogwild(opt, (X, Y), lambda params: torch.optim.SGD(params, lr=0.05), batch_size=4)
         opt.load(X, Y)
         assert opt.evaluate().item() < first
 

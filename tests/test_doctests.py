@@ -13,7 +13,9 @@ import torch
 
 import batchopt
 import batchopt.ignite
+from batchopt import extending
 from batchopt.evaluations import Evaluations
+from batchopt.studies import Studies
 
 # Their examples are also those of their parts: of each method after the example of the class.
 PUBLIC = {name: getattr(batchopt, name) for name in batchopt.__all__}
@@ -28,7 +30,7 @@ HAVE_ONE = set(
 METHODS_HAVE_ONE = set(
     """
     step steps check evaluate loss hvp residuals gauss_newton normal evaluate_many input_gradients collect total outputs
-    predict score closure full_gradient objective hogwild timeline run_on_workers resize save covariance multistart
+    predict score full_gradient objective timeline run_on_workers resize save covariance multistart
     """.split()
 )
 
@@ -43,12 +45,17 @@ def found() -> Iterator[tuple[str, list[doctest.DocTest]]]:
         if first:
             yield name, first
         if inspect.isclass(thing) and thing.__module__.startswith("batchopt"):
-            for kind in (Evaluations, thing) if thing is batchopt.BatchOptimizer else (thing,):
+            for kind in (Evaluations, Studies, thing) if thing is batchopt.BatchOptimizer else (thing,):
                 for member, of in vars(kind).items():
                     if not member.startswith("_") and (inspect.isfunction(of) or isinstance(of, property)):
                         for test in finder.find(of, f"{name}.{member}"):
                             if test.examples:
                                 yield f"{name}.{member}", [*first, test]
+
+    for name, door in vars(extending).items():
+        if inspect.isfunction(door) and "opt" in inspect.signature(door).parameters:
+            for test in finder.find(door, name):
+                yield f"extending.{name}", [*finder.find(batchopt.BatchOptimizer, "BatchOptimizer"), test]
 
 
 EXAMPLES = dict(found())
@@ -108,7 +115,7 @@ def test_a_repr_says_what_a_thing_is_and_how_far_it_has_come() -> None:
         opt.load(x, 2 * x)
         assert repr(opt.objective()) == "FlatObjective(2 parameters)"
         assert repr(opt.normal()).endswith(", vector and matrix of 2 parameters)")
-        assert [repr(batch) for batch in opt.prepared([(x, 2 * x)])] == ["PreparedBatch(40 samples)"]
+        assert [repr(batch) for batch in extending.prepared(opt, [(x, 2 * x)])] == ["PreparedBatch(40 samples)"]
         with opt.timeline() as timeline:
             opt.step(x, 2 * x)
         assert repr(timeline) == str(timeline)

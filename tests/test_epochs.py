@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
-from batchopt import Batches, BatchoptError, BatchOptimizer, WorkerError
+from batchopt import Batches, BatchoptError, BatchOptimizer, WorkerError, extending
 from tests.workloads import Pairs
 
 X = torch.arange(20.0).view(10, 2)
@@ -193,14 +193,14 @@ def optimizer(parallelize: int, **options: Any) -> BatchOptimizer:
 def own(opt: BatchOptimizer, batches: Batches) -> Iterator[float]:
     """A loop that loads, and steps with an optimizer of its own."""
     sgd = torch.optim.SGD(opt.module.parameters(), lr=0.01)
-    for batch in opt.prepared(batches):
+    for batch in extending.prepared(opt, batches):
         opt.load(batch)
         yield float(sgd.step(opt.evaluate))
 
 
 LOOPS: dict[str, Callable[[BatchOptimizer, Batches], Iterator[float]]] = {
     "steps": lambda opt, batches: opt.steps(batches),
-    "prepared": lambda opt, batches: (opt.step(batch) for batch in opt.prepared(batches)),
+    "prepared": lambda opt, batches: (opt.step(batch) for batch in extending.prepared(opt, batches)),
     "plain": lambda opt, batches: (opt.step(*batch) for batch in batches),
     "own": own,
 }
@@ -266,7 +266,7 @@ def test_prepared_batches_may_be_passed_over_and_are_used_once_in_their_turn_wit
 ) -> None:
     x, y = data()
     with optimizer(parallelize) as opt, optimizer(1) as other:
-        ahead = opt.prepared([(x, y), (x[:9], y[:9]), (x[:8], y[:8])])
+        ahead = extending.prepared(opt, [(x, y), (x[:9], y[:9]), (x[:8], y[:8])])
         first = next(ahead)
         with pytest.raises(BatchoptError, match="prepared by another BatchOptimizer"):
             other.step(first)
@@ -283,7 +283,7 @@ def test_prepared_batches_may_be_passed_over_and_are_used_once_in_their_turn_wit
         opt.load(third)
         assert opt.evaluate() > 0 and opt.batch_counter == 1
         batches = Batches(data(), 10)
-        for i, batch in enumerate(opt.prepared(batches)):
+        for i, batch in enumerate(extending.prepared(opt, batches)):
             if i % 2:
                 assert len(batch) == 10 and opt.step(batch) > 0
         assert (batches.epoch, batches.iteration, opt.batch_counter) == (1, 5, 3)

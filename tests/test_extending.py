@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import batchopt
-from batchopt import Batches, BatchOptimizer, CheckpointError
+from batchopt import Batches, BatchOptimizer, CheckpointError, extending
 from tests.workloads import mlp
 
 both = pytest.mark.parametrize("parallelize", [1, 2])
@@ -30,13 +30,13 @@ def optimizer(parallelize: int = 1, **options: Any) -> BatchOptimizer:
 def test_what_is_evaluated_apart_leaves_no_trace(parallelize: int) -> None:
     case = mlp()
     with optimizer(parallelize, chunk_size=4) as opt, optimizer(parallelize, chunk_size=4) as other:
-        assert (opt.batch_size, opt.chunk_size) == (len(case.inputs), 4)
-        with opt.apart(chunk_size=7):
+        assert (extending.batch_size(opt), extending.chunk_size(opt)) == (len(case.inputs), 4)
+        with extending.apart(opt, chunk_size=7):
             opt.load(case.inputs[:20], case.targets[:20])
-            assert (opt.batch_size, opt.chunk_size) == (20, 7)
+            assert (extending.batch_size(opt), extending.chunk_size(opt)) == (20, 7)
             opt.evaluate()
         with pytest.raises(batchopt.BatchoptError, match="no batch was loaded"):
-            _ = opt.batch_size
+            _ = extending.batch_size(opt)
         for one in (opt, other):
             one.step(case.inputs, case.targets)
         assert opt.fingerprint() == other.fingerprint() and opt.eval_counter == other.eval_counter
@@ -48,7 +48,7 @@ def test_a_twin_finds_the_same_and_moves_nothing(parallelize: int, double: bool)
     case = mlp()
     with optimizer(parallelize, verbose=0) as opt:
         f, start = opt.evaluate(), opt.parameters.clone()
-        with opt.twin(loaded=True, double=double, parallelize=2 // parallelize) as twin:
+        with extending.twin(opt, loaded=True, double=double, parallelize=2 // parallelize) as twin:
             torch.testing.assert_close(twin.evaluate(), f)
             assert len(twin.workers) == 2 // parallelize
             assert twin.grad_parameters.dtype == (torch.float64 if double else opt.parameters.dtype)
@@ -56,10 +56,10 @@ def test_a_twin_finds_the_same_and_moves_nothing(parallelize: int, double: bool)
         assert torch.equal(opt.parameters, start)
         assert f.item() == pytest.approx(case.reference()[0])
         with pytest.raises(TypeError, match=r"a twin may differ in .*; got \['backend', 'devices'\]"):
-            opt.twin(backend="ray", devices=None)
+            extending.twin(opt, backend="ray", devices=None)
         for bad in ({"parallelize": 0}, {"chunk_size": "auto"}, {"chunk_size": -1}, {"seed": -1}):
             with pytest.raises(ValueError, match=f"`{next(iter(bad))}`"):
-                opt.twin(**bad)
+                extending.twin(opt, **bad)
 
 
 def test_draws_of_a_twin_are_those_of_the_step() -> None:
@@ -68,25 +68,27 @@ def test_draws_of_a_twin_are_those_of_the_step() -> None:
     with BatchOptimizer(module, nn.MSELoss(), chunk_size=5) as opt:
         for _ in range(3):
             opt.load(x, x[:, :1])
-            with opt.twin(loaded=True) as twin:
+            with extending.twin(opt, loaded=True) as twin:
                 assert torch.equal(twin.evaluate(), opt.evaluate())
 
 
 def test_scores_in_a_loop_of_ones_own_are_those_of_score() -> None:
     case = mlp()
     with optimizer() as opt:
-        scoring = opt.scored(Batches((case.inputs, case.targets), 10), {"mse": mse_loss})
+        scoring = extending.scored(opt, Batches((case.inputs, case.targets), 10), {"mse": mse_loss})
         assert [len(outputs) for outputs, _, _ in scoring] == [batch.samples for batch in scoring]
         assert scoring.values == opt.score((case.inputs, case.targets), {"mse": mse_loss}) == scoring.values
-        one = opt.scored((case.inputs, case.targets), mse_loss)
+        one = extending.scored(opt, (case.inputs, case.targets), mse_loss)
         next(iter(one))  # what was seen so far
-        assert one.values == scoring.values["mse"] and opt.scored((case.inputs, case.targets)).values == {}
-        matrix = opt.scored((case.inputs, case.targets), lambda outputs, targets: (outputs - targets).numpy())
+        assert one.values == scoring.values["mse"] and extending.scored(opt, (case.inputs, case.targets)).values == {}
+        matrix = extending.scored(
+            opt, (case.inputs, case.targets), lambda outputs, targets: (outputs - targets).numpy()
+        )
         for _ in matrix:
             pass
         assert matrix.values.shape == matrix.values.shape == case.targets.shape
         with pytest.raises(ValueError, match="yielded no batches"):
-            _ = opt.scored([], mse_loss).values
+            _ = extending.scored(opt, [], mse_loss).values
 
 
 def test_entries_of_ones_own_come_back_before_anything_changes(tmp_path: Path) -> None:
@@ -112,14 +114,14 @@ def test_entries_of_ones_own_come_back_before_anything_changes(tmp_path: Path) -
 
 def test_reports_change_when_verbose_is_assigned(capsys: pytest.CaptureFixture[str]) -> None:
     with optimizer(verbose=1) as opt:
-        opt.verbose = 0
+        extending.report(opt, 0)
         opt.evaluate()
         assert capsys.readouterr().err.count("evaluations") == 0
-        opt.verbose = 1
+        extending.report(opt, 1)
         opt.evaluate()
-        assert opt.verbose == 1 and "evaluations" in capsys.readouterr().err
+        assert extending.verbosity(opt) == 1 and "evaluations" in capsys.readouterr().err
         with pytest.raises(ValueError, match="`verbose` must be"):
-            opt.verbose = 4
+            extending.report(opt, 4)
 
 
 class Ramp:
@@ -159,7 +161,7 @@ def test_a_source_of_ones_own_has_a_position() -> None:
 
 def test_observers_are_objects_of_that_class() -> None:
     with optimizer() as opt, pytest.raises(TypeError, match=r"`observer` must be a batchopt\.Observer; got list"):
-        opt.observe([])  # type: ignore[type-var]
+        extending.observe(opt, [])  # type: ignore[type-var]
 
 
 def test_what_depends_on_the_cut_is_told() -> None:
@@ -168,9 +170,9 @@ def test_what_depends_on_the_cut_is_told() -> None:
     root = BatchOptimizer(module, loss_fn=lambda net, x, y: net(x).square().mean().sqrt(), check_cut=False)
     with root as opt, optimizer() as fine:
         opt.load(x)
-        (found,) = opt.cut_differences(20)
+        (found,) = extending.cut_differences(opt, 20)
         assert (
             found.decided
             and found.whole != pytest.approx(found.parted)
-            and fine.cut_differences(len(case.inputs)) == []
+            and extending.cut_differences(fine, len(case.inputs)) == []
         )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from batchopt import LBFGS, BatchoptError, BatchOptimizer, Observer, Term
+from batchopt import LBFGS, BatchoptError, BatchOptimizer, Observer, Term, extending
 from batchopt.optim import Iteration
 
 X = torch.linspace(-2, 2, 100, dtype=torch.float64)[:, None]
@@ -41,7 +41,7 @@ def test_it_has_what_a_callback_is_told(every: Any) -> None:
 def test_other_optimizers_have_a_row_for_each_step() -> None:
     with build(optimizer="adam") as opt:
         losses = [opt.step(X, Y) for _ in range(4)]
-        assert opt.history["f"] == losses and opt.history["step"] == [1, 2, 3, 4] and opt.result is None
+        assert opt.history["f"] == losses and opt.history["step"] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("l1", [0.0, 1e-3])
@@ -55,9 +55,7 @@ def test_it_has_the_losses_of_terms_at_the_accepted_points(l1: float) -> None:
     made = lambda p: LBFGS(p, max_iter=60, l1=l1)  # noqa: E731
     with BatchOptimizer(module, terms=terms, optimizer=made, history=True) as opt:
         opt.step({"left": (X[:50], Y[:50]), "right": (X[50:], 3 * Y[50:])})
-        assert (
-            opt.result is not None and opt.result.evaluations > opt.result.iterations + 1
-        )  # some trials were rejected
+        assert opt.result.evaluations > opt.result.iterations + 1  # some trials were rejected
         for row in opt.history.rows:
             penalty = row["f"] - row["terms"]["left"] - 3 * row["terms"]["right"]
             assert penalty > 0 if l1 else penalty == pytest.approx(0, abs=1e-12 * row["f"])
@@ -73,7 +71,7 @@ def test_an_observer_may_follow_accepted_points_alone() -> None:
         def accepted(self, step: int, point: Iteration) -> None:
             self.found.append(point.f)
 
-    with build() as opt, opt.observe(Points()) as points:
+    with build() as opt, extending.observe(opt, Points()) as points:
         opt.step(X, Y)
         assert points.found == opt.history["f"]
 

@@ -49,18 +49,13 @@ def plain(epochs: int, shuffle: bool) -> tuple[nn.Module, list[float]]:
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize("backend", ["serial", "process", "in one call"])
+@pytest.mark.parametrize("backend", ["serial", "process"])
 def test_one_worker_is_plain_sgd_bit_for_bit(shuffle: bool, backend: str) -> None:
     expected, losses = plain(3, shuffle)
     module = network()
     given: dict[str, Any] = {"batch_size": 10, "epochs": 3, "shuffle": shuffle}
-    if backend == "in one call":
-        found = hogwild(module, nn.MSELoss(), (X, Y), optimizer=momentum, threads_per_worker=1, seed=0, **given)
-        two = hogwild(network(), nn.MSELoss(), (X, Y), optimizer=momentum, batch_size=10, parallelize=2)
-        assert sum(map(len, two.losses)) == 10
-    else:
-        with BatchOptimizer(module, nn.MSELoss(), optimizer=None, backend=backend, threads_per_worker=1) as opt:
-            found = opt.hogwild((X, Y), momentum, **given)
+    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, backend=backend, threads_per_worker=1) as opt:
+        found = hogwild(opt, (X, Y), momentum, **given)
     assert found.losses == [losses]
     assert all(map(torch.equal, module.parameters(), expected.parameters()))
 
@@ -82,7 +77,7 @@ def test_a_forward_that_writes_what_is_no_buffer_is_refused(parallelize: int) ->
     options: dict[str, Any] = {"backend": "process", "threads_per_worker": 1, "parallelize": parallelize}
     with BatchOptimizer(module, nn.MSELoss(), optimizer=None, **options) as opt:
         with pytest.raises(WorkerError, match=r"writes 'module\.seen' in place"):
-            opt.hogwild((X, Y), momentum, batch_size=10, shuffle=False)
+            hogwild(opt, (X, Y), momentum, batch_size=10, shuffle=False)
 
 
 @pytest.mark.slow
@@ -90,7 +85,7 @@ def test_several_workers_write_the_same_parameters_and_get_somewhere() -> None:
     module = network()
     with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=2) as opt:
         before = nn.functional.mse_loss(module(X), Y).item()
-        found = opt.hogwild(Pairs(X, Y), momentum, batch_size=8, epochs=20)
+        found = hogwild(opt, Pairs(X, Y), momentum, batch_size=8, epochs=20)
         after = nn.functional.mse_loss(module(X), Y).item()
         assert after < before / 3
         assert sum(map(len, found.losses)) == 20 * 12
@@ -105,7 +100,7 @@ def test_parameters_are_read_only_again_afterwards() -> None:
             next(worker.module.parameters()).zero_()
 
     with BatchOptimizer(network(), nn.MSELoss(), optimizer=None, parallelize=2) as opt:
-        opt.hogwild((X, Y), momentum, batch_size=10)
+        hogwild(opt, (X, Y), momentum, batch_size=10)
         before = opt.parameters.clone()
         with pytest.raises(Exception, match="SIGSEGV"):
             opt.run_on_workers(write)
@@ -123,7 +118,7 @@ def test_a_worker_that_is_killed_is_replaced_and_the_others_go_on(tmp_path: Path
     with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=2) as opt:
         before = nn.functional.mse_loss(module(X), Y).item()
         (tmp_path / "armed").touch()
-        found = opt.hogwild((X, Y), momentum, batch_size=8, epochs=10)
+        found = hogwild(opt, (X, Y), momentum, batch_size=8, epochs=10)
         (tmp_path / "armed").unlink()
         assert (tmp_path / "done").exists() and sum(worker.restarts for worker in opt.workers) == 1
         assert sum(map(len, found.losses)) == 120
@@ -153,9 +148,9 @@ def test_who_is_late_has_stopped_writing_when_it_ends(failing: bool, tmp_path: P
     with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=2) as opt:
         if failing:
             with pytest.raises(WorkerError, match="while another one steps"):
-                opt.hogwild((X, Y), momentum, batch_size=8, epochs=20)
+                hogwild(opt, (X, Y), momentum, batch_size=8, epochs=20)
         else:
-            opt.hogwild((X, Y), momentum, batch_size=8, epochs=20)
+            hogwild(opt, (X, Y), momentum, batch_size=8, epochs=20)
             assert steps.stat().st_size == 20 * 12
         assert (tmp_path / "done").exists()
         after = opt.parameters.clone()
@@ -179,7 +174,7 @@ def test_who_still_steps_when_the_wait_for_it_is_interrupted_is_replaced(tmp_pat
     module.get_submodule("first").register_forward_pre_hook(linger)
     with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=2) as opt:
         with pytest.raises(KeyboardInterrupt):
-            opt.hogwild((X, Y), momentum, batch_size=8, epochs=20)
+            hogwild(opt, (X, Y), momentum, batch_size=8, epochs=20)
         opt.run_on_workers(lambda worker: None)
         assert sum(worker.restarts for worker in opt.workers) in (1, 2)  # the other one may have been at work, too
         opt.load(X, Y)
@@ -193,7 +188,7 @@ def test_sparse_gradients_of_embeddings() -> None:
     module = nn.Embedding(500, 4, sparse=True)
     with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=2) as opt:
         before = nn.functional.mse_loss(module(words), targets).item()
-        opt.hogwild((words, targets), lambda p: torch.optim.SGD(p, lr=5.0), batch_size=20, epochs=10)
+        hogwild(opt, (words, targets), lambda p: torch.optim.SGD(p, lr=5.0), batch_size=20, epochs=10)
         assert nn.functional.mse_loss(module(words), targets).item() < before / 5
 
 
@@ -213,16 +208,16 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [
 def test_what_cannot_be(options: dict[str, Any], given: dict[str, Any], error: type[Exception], words: str) -> None:
     with BatchOptimizer(network(), nn.MSELoss(), **{"optimizer": None, **options}) as opt:
         with pytest.raises(error, match=words):
-            opt.hogwild(**{"data": (X, Y), "optimizer": momentum, "batch_size": 8, **given})
+            hogwild(opt, **{"data": (X, Y), "optimizer": momentum, "batch_size": 8, **given})
 
 
 def test_running_statistics_are_refused_unless_they_stay() -> None:
     norm = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)).double()
     with BatchOptimizer(norm, nn.MSELoss(), optimizer=None) as opt:
         with pytest.raises(ValueError, match=r"'1' \(BatchNorm1d\) keeps running statistics"):
-            opt.hogwild((X, Y), momentum, batch_size=8)
+            hogwild(opt, (X, Y), momentum, batch_size=8)
         norm.eval()
-        opt.hogwild((X, Y), momentum, batch_size=8)
+        hogwild(opt, (X, Y), momentum, batch_size=8)
 
 
 @pytest.mark.parametrize("parallelize", [1, 2])
@@ -240,5 +235,5 @@ def test_no_step_is_made_on_what_is_not_finite(of_gradient: bool, parallelize: i
     module = network()
     with BatchOptimizer(module, loss_fn=loss_fn, optimizer=None, parallelize=parallelize) as opt:
         with pytest.raises(NonFiniteError, match=r"in the mini-batch of samples \[40, 41, 42, 43\]"):
-            opt.hogwild((x, y), momentum, batch_size=4, shuffle=False)
+            hogwild(opt, (x, y), momentum, batch_size=4, shuffle=False)
         assert bool(opt.parameters.isfinite().all())

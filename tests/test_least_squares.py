@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from batchopt import BatchOptimizer, LevenbergMarquardt, Term, WorkerError, resample
+from batchopt import BatchOptimizer, LevenbergMarquardt, Term, WorkerError, extending, resample
 from tests.building import loaded
 from tests.workloads import Mlp
 
@@ -69,14 +69,14 @@ def test_products_with_what_can_be_differentiated_once_are_refused(parallelize: 
     with loaded(module, nn.MSELoss(), X, Y, parallelize=parallelize) as opt:
         v = torch.linspace(-1.0, 1.0, len(opt.parameters), dtype=torch.float64)
         lm = LevenbergMarquardt(module.parameters(), dense=0, max_iter=50)
-        for product in (lambda: opt.jvp(v), lambda: opt.gauss_newton(v), lambda: lm.step(opt.closure)):
+        for product in (lambda: opt.jvp(v), lambda: opt.gauss_newton(v), lambda: lm.step(extending.closure(opt))):
             with pytest.raises(WorkerError, match=r"takes the derivative of a backward, and one of them has none"):
                 product()
         gradient = opt.vjp(opt.residuals()) * 2 / Y.numel()
         opt.evaluate()
         torch.testing.assert_close(gradient, opt.grad_parameters)
         before = opt.evaluate()
-        LevenbergMarquardt(module.parameters(), max_iter=50).step(opt.closure)
+        LevenbergMarquardt(module.parameters(), max_iter=50).step(extending.closure(opt))
         assert opt.evaluate() < before
 
 

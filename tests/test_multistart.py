@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import batchopt
+from batchopt import extending
 
 X = torch.linspace(-2, 2, 40, dtype=torch.float64)[:, None]
 
@@ -53,9 +54,9 @@ def test_ends_are_those_of_runs_one_by_one(choice: str) -> None:
             opt.load(X, Y)
             for _ in range(steps):
                 assert opt.optimizer is not None
-                opt.optimizer.step(opt.closure)  # type: ignore[arg-type]
+                opt.optimizer.step(extending.closure(opt))  # type: ignore[arg-type]
             ends.append((opt.evaluate().item(), *opt.parameters.tolist()))
-            counted.append(opt.result and opt.result.evaluations)
+            counted.append(opt.result.evaluations)
     for workers in (1, 2):
         with optimizer_of(workers, optimizer=CHOICES[choice]) as opt:
             opt.load(X, Y)
@@ -150,7 +151,7 @@ def test_runs_are_steps_that_count_and_hear_of_stop() -> None:
             own = opt.optimizer
             opt.multistart(STARTS[:3])
             assert opt.optimizer is own and opt.batch_counter == 3 and len(opt.history) == len(heard)
-            prints.append((opt.fingerprint(), opt.eval_counter, opt.output, opt.position))
+            prints.append((opt.fingerprint(), opt.eval_counter, opt.output, extending.position(opt)))
             opt.stop()
             found = opt.multistart(STARTS)
             assert opt.stopped and not opt.paused

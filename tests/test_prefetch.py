@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from batchopt import Batches, BatchOptimizer, WorkerError
+from batchopt import Batches, BatchOptimizer, WorkerError, extending
 from batchopt.ignite import create_trainer, fit
 
 
@@ -156,7 +156,7 @@ def test_a_batch_that_was_read_ahead_has_the_loss_that_the_criterion_has_when_it
     module, criterion = nn.Linear(3, 4), nn.CrossEntropyLoss()
     changes: list[tuple[str, Any]] = [("reduction", "sum"), ("weight", torch.rand(4)), ("reduction", "mean")]
     with BatchOptimizer(module, criterion, optimizer=None, parallelize=parallelize) as opt:
-        for (name, value), batch in zip(changes, opt.prepared([(inputs, targets)] * 3), strict=True):
+        for (name, value), batch in zip(changes, extending.prepared(opt, [(inputs, targets)] * 3), strict=True):
             setattr(criterion, name, value)
             opt.load(batch)
             opt.evaluate()  # and reads ahead
@@ -172,7 +172,7 @@ def test_a_batch_that_was_read_ahead_may_be_stepped_on_by_other_workers() -> Non
     inputs, targets = torch.randn(20, 3), torch.randn(20, 1)
     module = nn.Linear(3, 1)
     with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=1) as opt:
-        for parallelize, batch in zip([2, 3, 1], opt.prepared([(inputs, targets)] * 3), strict=True):
+        for parallelize, batch in zip([2, 3, 1], extending.prepared(opt, [(inputs, targets)] * 3), strict=True):
             opt.resize(parallelize)
             expected = nn.MSELoss()(module(inputs), targets).item()
             assert opt.step(batch) == pytest.approx(expected, rel=1e-5)

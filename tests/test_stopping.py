@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from batchopt import LBFGS, Batches, BatchoptError, BatchOptimizer, NonFiniteError, Observer, resample
+from batchopt import LBFGS, Batches, BatchoptError, BatchOptimizer, NonFiniteError, Observer, extending, resample
 from batchopt.extending import Stepped
 from batchopt.ignite import create_trainer, fit
 from batchopt.optim.minimizer import Status
@@ -159,7 +159,7 @@ def test_a_limit_shorter_than_an_evaluation_still_leads_to_the_end(
             assert opt.paused
             opt.step(X, Y, time_limit=1e-9)
         assert calls == 3 and opt.batch_counter == 1 and torch.equal(opt.parameters, expected)
-        assert opt.position == opt.eval_counter - 3
+        assert extending.position(opt) == opt.eval_counter - 3
     assert "the time was over before the first point" in caplog.text
 
 
@@ -439,7 +439,7 @@ def test_loops_end_after_a_signal_and_pass_over_no_batch(loop: str) -> None:
             state = create_trainer(opt).run(batches, max_epochs=3)
             assert state.iteration == 0
         else:
-            for batch in opt.prepared(batches):
+            for batch in extending.prepared(opt, batches):
                 opt.step(batch)
         assert opt.paused and batches.iteration == 0 and opt.batch_counter == 0
 
@@ -472,7 +472,7 @@ class Raises(Observer):
 
 def test_what_an_observer_of_the_end_raises_undoes_nothing() -> None:
     with build(optimizer=lambda p: LBFGS(p, max_iter=3)) as opt:
-        with opt.observe(Raises()), pytest.raises(ZeroDivisionError):
+        with extending.observe(opt, Raises()), pytest.raises(ZeroDivisionError):
             opt.step(X, Y, time_limit=1000.0)
         assert opt.batch_counter == 1 and result(opt).iterations == 3 and opt.output == result(opt).f
         assert opt._stepping.ending._deadline == math.inf

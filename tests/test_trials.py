@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import batchopt
-from batchopt import BatchoptError, BatchOptimizer, Sample, Term, Worker
+from batchopt import BatchoptError, BatchOptimizer, Sample, Term, Worker, extending
 from tests.building import handling
 from tests.workloads import Mlp, misfit, mlp, size
 
@@ -70,7 +70,7 @@ def test_after_an_optimizer_of_another_library_it_is_that_of_the_last_evaluation
     def torchs(params: Any) -> torch.optim.Optimizer:
         return torch.optim.LBFGS(params, lr=4.0, max_iter=20, max_eval=4, line_search_fn="strong_wolfe")
 
-    with BatchOptimizer(module, case.criterion, optimizer=torchs) as opt, opt.observe(Noting()):
+    with BatchOptimizer(module, case.criterion, optimizer=torchs) as opt, extending.observe(opt, Noting()):
         for _ in range(6):
             assert opt.step(case.inputs, case.targets) == opt.output == seen[-1]
         assert len(seen) > 6

@@ -11,6 +11,7 @@ import torch
 from typing_extensions import assert_type
 
 import batchopt
+from batchopt import hogwild
 from batchopt.optim.choose import OptimizerChoice
 
 X, Y = torch.linspace(-1, 1, 12)[:, None], torch.ones(12, 1)
@@ -79,10 +80,10 @@ CHOICES: list[OptimizerChoice] = [
 def factories(opt: batchopt.BatchOptimizer) -> None:
     """What a type checker lets hogwild take; it is not called."""
     for factory in (torch.optim.SGD, partial(torch.optim.SGD, lr=0.1)):
-        opt.hogwild((X, Y), factory, batch_size=1)
-    opt.hogwild((X, Y), of_any, batch_size=1)
-    opt.hogwild((X, Y), of_tensors, batch_size=1)
-    opt.hogwild((X, Y), of_parameters, batch_size=1)
+        hogwild(opt, (X, Y), factory, batch_size=1)
+    hogwild(opt, (X, Y), of_any, batch_size=1)
+    hogwild(opt, (X, Y), of_tensors, batch_size=1)
+    hogwild(opt, (X, Y), of_parameters, batch_size=1)
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=range(len(CHOICES)))
@@ -94,4 +95,4 @@ def test_an_optimizer_is_anything_that_makes_one_of_parameters(choice: Optimizer
 def test_completion_offers_public_names() -> None:
     with batchopt.BatchOptimizer(torch.nn.Linear(1, 1)) as opt:
         assert [name for name in dir(opt) if name.startswith("_") and not name.startswith("__")] == []
-        assert {"step", "parameters", "observe", "__class__"} <= {*dir(opt)}
+        assert {"step", "parameters", "evaluate", "__class__"} <= {*dir(opt)}

@@ -71,7 +71,7 @@ Followed = TypeVar("Followed", bound=Observer)
 
 
 class Observers(list[Observer]):
-    """Those that follow an engine, in the order in which they are told."""
+    """All that follow an engine, in the order in which they are told."""
 
     @contextmanager
     def including(self, observer: Followed) -> Iterator[Followed]:

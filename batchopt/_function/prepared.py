@@ -60,8 +60,8 @@ class PreparedBatch:
         reason = self._refused if owner is self._owner else "it was prepared by another BatchOptimizer"
         if reason:
             raise BatchoptError(
-                f"this prepared batch cannot be used: {reason}; use each batch of opt.prepared(...) once, in the order "
-                "in which they come, with the same `opt`"
+                f"this prepared batch cannot be used: {reason}; use each batch of prepared(opt, ...) once, in the "
+                "order in which they come, with the same `opt`"
             )
         self._refused = "it was used already"
         specs = owner.specs

@@ -87,7 +87,7 @@ class Counters(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What an evaluation has found: f, and the loss of each term by name."""
+    """The findings of an evaluation: f, and the loss of each term by name."""
 
     loss: float
     terms: Mapping[str, float]

@@ -9,17 +9,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import Dataset
 
+import batchopt.extending as extending
 from batchopt.errors import WorkerError
+from batchopt.evaluations import Evaluations
 from batchopt.extending import DRIFTS, doubled, let_through, map_tensors, normalises_by_chunk
-
-if TYPE_CHECKING:
-    from batchopt.evaluations import Evaluations
-    from batchopt.optimizer import BatchOptimizer
 
 CHUNKS = 4  # of the batch, to test a cut
 # Steps of the finite differences, relative to the size of X; in single precision a hundred times as long. For the first
@@ -164,9 +162,9 @@ def best_slope(stencils: Sequence[Stencil]) -> Verdict:
 class Examination:
     """The checks of one function on one batch, each made on request."""
 
-    def __init__(self, opt: BatchOptimizer, batch: tuple[Any, Any, Any], chunk_size: int) -> None:
+    def __init__(self, opt: Evaluations, batch: tuple[Any, Any, Any], chunk_size: int) -> None:
         """Examine `opt`, in which the batch is loaded, cut into chunks of this size."""
-        self._opt, self._batch, self._chunk_size, self.size = opt, batch, chunk_size, opt.batch_size
+        self._opt, self._batch, self._chunk_size, self.size = opt, batch, chunk_size, extending.batch_size(opt)
         self._doubles = self._can_double()
         self._dtype = torch.float64 if self._doubles else opt.parameters.dtype
         self._cut_tolerance = CUT_TOLERANCE if self._dtype is torch.float64 else SINGLE
@@ -186,7 +184,7 @@ class Examination:
     @contextmanager
     def _loaded(self, dropout: bool = True, hooks: bool = True, **changes: Any) -> Iterator[Evaluations]:
         """Load the batch in a twin, with or without dropout, in float64 where the module can be evaluated in it."""
-        with self._opt.twin(double=self._doubles, hooks=hooks, **changes) as twin:
+        with extending.twin(self._opt, double=self._doubles, hooks=hooks, **changes) as twin:
             if not dropout:
                 for part in twin.module.modules():
                     if isinstance(part, torch.nn.modules.dropout._DropoutNd):
@@ -217,18 +215,18 @@ class Examination:
 
     def compiled(self) -> Check | None:
         """Compare a compiled evaluation with an eager one; None if none are compiled."""
-        if not self._opt.compiled:
+        if not extending.compiled(self._opt):
             return None
-        with self._opt.uncompiled():
+        with extending.uncompiled(self._opt):
             eager = _value(self._opt)
         difference = _difference(_value(self._opt), eager)
         passed = difference <= torch.finfo(self._opt.parameters.dtype).eps ** 0.5
-        numbers = f"difference {difference:.1e}, {self._opt.compiled}"
+        numbers = f"difference {difference:.1e}, {extending.compiled(self._opt)}"
         return Check("compiled evaluations are the eager ones", passed, numbers)
 
     def recorded(self) -> Check | None:
         """Compare a recorded evaluation with an eager one; None where none are recorded."""
-        if not self._opt.arguments["graph"] or self._opt.workers[0].graph is None:
+        if not extending.arguments(self._opt)["graph"] or self._opt.workers[0].graph is None:
             return None
         with self._loaded(graph=True) as twin:
             *_, found = [_value(twin) for _ in range(3)]
@@ -272,7 +270,7 @@ class Examination:
 
     def _cut_of_few(self, question: str, **changes: Any) -> Check:
         with self._loaded(dropout=False, chunk_size=self.size, **changes) as twin:
-            found = twin.cut_differences(self.size)
+            found = extending.cut_differences(twin, self.size)
         self.undecided = not all(difference.decided for difference in found)
         drawn = "it draws random numbers, so of a few samples: "
         if self.undecided:
@@ -293,20 +291,20 @@ class Examination:
         return Check("workers compute what this process does", difference <= tolerance, f"difference {difference:.1e}")
 
 
-def examine(opt: BatchOptimizer, inputs: Any, targets: Any, options: Any) -> Diagnosis:
+def examine(opt: Evaluations, inputs: Any, targets: Any, options: Any) -> Diagnosis:
     """Check `opt` on a batch; stop at the first check that fails."""
     batch = inputs, targets, options
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with opt.apart("check()"):
+        with extending.apart(opt, "check()"):
             opt.load(*batch)
-            size = opt.chunk_size or math.ceil(opt.batch_size / max(CHUNKS, len(opt.workers)))
-        with opt.apart("check()", chunk_size=size):
+            size = extending.chunk_size(opt) or math.ceil(extending.batch_size(opt) / max(CHUNKS, len(opt.workers)))
+        with extending.apart(opt, "check()", chunk_size=size):
             opt.load(*batch)
             return _examine(opt, Examination(opt, batch, size))
 
 
-def _examine(opt: BatchOptimizer, examination: Examination) -> Diagnosis:
+def _examine(opt: Evaluations, examination: Examination) -> Diagnosis:
     checks: list[Check] = []
 
     def failed(check: Check) -> bool:

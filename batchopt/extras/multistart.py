@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from batchopt.errors import NonFiniteError
-from batchopt.extending import read_count
+from batchopt.evaluations import Evaluations
+from batchopt.extending import closure, read_count
 from batchopt.optim import Result
 from batchopt.optim.choose import choose_optimizer
 from batchopt.optim.minimizer import Minimizer
-
-if TYPE_CHECKING:
-    from batchopt.optimizer import BatchOptimizer
 
 # Points whose distance is a smaller fraction of their length are one minimum.
 SAME = 1e-3
@@ -53,7 +51,15 @@ class Multistart(NamedTuple):
         return f"Multistart({len(self.runs)} runs, {minima} minima, the lowest {self.runs[0].f:.6g})"
 
 
-def multistart_of(opt: BatchOptimizer, starts: Any, choice: Any, keep: int | None, steps: int) -> Multistart:
+def multistart_of(
+    opt: Evaluations,
+    starts: Any,
+    choice: Any,
+    keep: int | None,
+    steps: int,
+    step: Callable[[torch.optim.Optimizer], float],
+    is_stopped: Callable[[], bool],
+) -> Multistart:
     """Run an optimizer of that choice from each of the best `keep` starts, and leave X at the lowest end; documented at
     `BatchOptimizer.multistart`."""
     read_count("steps", steps)
@@ -67,7 +73,7 @@ def multistart_of(opt: BatchOptimizer, starts: Any, choice: Any, keep: int | Non
     if not len(found):
         raise ValueError("`starts` has no row: give at least one vector like `parameters`")
     points = torch.stack([torch.as_tensor(start) for start in starts]).to(opt.parameters, copy=True)
-    l1 = choose_optimizer(choice, opt.closure.parameters).param_groups[0].get("l1", 0.0)  # type: ignore[union-attr]
+    l1 = choose_optimizer(choice, closure(opt).parameters).param_groups[0].get("l1", 0.0)  # type: ignore[union-attr]
 
     def minimised(at: torch.Tensor, f: torch.Tensor | None = None) -> list[float]:
         values: list[float] = (opt.evaluate_many(at) if f is None else f).add(at.abs().sum(1), alpha=l1).tolist()
@@ -83,9 +89,9 @@ def multistart_of(opt: BatchOptimizer, starts: Any, choice: Any, keep: int | Non
         for i in sorted(finite[:most]):
             opt.parameters.copy_(points[i])
             _write(opt, buffers[-1])
-            results[i] = _run(opt, choice, steps)
+            results[i] = _run(opt, choice, steps, step, is_stopped)
             points[i], buffers[i] = opt.parameters, _copies(opt)
-            if opt.stopped:
+            if is_stopped():
                 break
         ends = minimised(points)
         for i in [i for i in results if not math.isfinite(ends[i])]:
@@ -102,24 +108,30 @@ def multistart_of(opt: BatchOptimizer, starts: Any, choice: Any, keep: int | Non
     return Multistart([Run(i, at_start[i], ends[i], results.get(i), minima.get(i)) for i in order], points[order])
 
 
-def _copies(opt: BatchOptimizer) -> list[torch.Tensor]:
+def _copies(opt: Evaluations) -> list[torch.Tensor]:
     return [buffer.clone() for buffer in opt.module.buffers()]
 
 
-def _write(opt: BatchOptimizer, buffers: list[torch.Tensor]) -> None:
+def _write(opt: Evaluations, buffers: list[torch.Tensor]) -> None:
     for buffer, values in zip(opt.module.buffers(), buffers, strict=True):
         buffer.copy_(values)
 
 
-def _run(opt: BatchOptimizer, choice: Any, steps: int) -> Result | None:
-    optimizer = choose_optimizer(choice, opt.closure.parameters)
+def _run(
+    opt: Evaluations,
+    choice: Any,
+    steps: int,
+    step: Callable[[torch.optim.Optimizer], float],
+    is_stopped: Callable[[], bool],
+) -> Result | None:
+    optimizer = choose_optimizer(choice, closure(opt).parameters)
     assert optimizer is not None
     for _ in range(steps):
         try:
-            opt.step_with(optimizer)
+            step(optimizer)
         except NonFiniteError:
             break
-        if opt.stopped:
+        if is_stopped():
             break
     return optimizer.result if isinstance(optimizer, Minimizer) else None
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from batchopt.extending import as_tensors, is_tensor, items_of, map_tensors, read_count, tensors_in
-from batchopt.optimizer import BatchOptimizer
+from batchopt.evaluations import Evaluations
+from batchopt.extending import arguments, as_tensors, is_tensor, items_of, map_tensors, position, read_count, tensors_in
 
 
 def resample(
-    opt: BatchOptimizer,
+    opt: Evaluations,
     term: str | None,
     candidates: Any,
     *,
@@ -80,7 +80,7 @@ def resample(
 # ---- the distribution
 
 
-def _sizes(opt: BatchOptimizer, term: str | None, entry: Any) -> torch.Tensor:
+def _sizes(opt: Evaluations, term: str | None, entry: Any) -> torch.Tensor:
     """Return |r| of each candidate, in float64 on the CPU."""
     names = [*opt.weights]
     if term is None and not names:
@@ -132,8 +132,8 @@ def _draw(weights: torch.Tensor, samples: int, seed: int) -> torch.Tensor:
     return torch.sort(times, stable=True).indices[:samples].sort().values
 
 
-def _seed_of(opt: BatchOptimizer, term: str | None) -> int:
-    key = struct.pack("<QQ", opt.seed % 2**64, opt.position) + repr(term).encode()
+def _seed_of(opt: Evaluations, term: str | None) -> int:
+    key = struct.pack("<QQ", arguments(opt)["seed"] % 2**64, position(opt)) + repr(term).encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "little")
 
 

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import batchopt.extending as extending
+from batchopt.evaluations import Evaluations
 from batchopt.extending import coordination, read_positive, usable_cores
 from batchopt.extras.figure import blank
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from batchopt.optimizer import BatchOptimizer
 
 # Seconds that an exchange between machines takes beside its bytes, and those for each machine: as of ranks in
 # docs/measurements.md.
@@ -127,13 +128,14 @@ class Scaling:
         return figure
 
 
-def measure_scaling(opt: BatchOptimizer, seconds: float, bandwidth: float) -> Scaling:
+def measure_scaling(opt: Evaluations, seconds: float, bandwidth: float) -> Scaling:
     """Time evaluations of the loaded batch; documented at `BatchOptimizer.scaling`."""
     seconds = read_positive("seconds", seconds, "number of seconds")
     bandwidth = read_positive("bandwidth", bandwidth, "number of bytes per second")
-    if opt.arguments["backend"] not in ("process", "serial") or opt.arguments["devices"] is not None:
+    arguments = extending.arguments(opt)
+    if arguments["backend"] not in ("process", "serial") or arguments["devices"] is not None:
         raise ValueError("scaling() is about the cores of this machine: use backend='process', without `devices`")
-    given, cores = opt.arguments["threads_per_worker"], usable_cores()
+    given, cores = arguments["threads_per_worker"], usable_cores()
     numbers = sorted({2**k for k in range(1, cores.bit_length()) if 2**k <= cores} | ({cores} if cores > 1 else set()))
     configurations = [(1, given), *((number, given or 1) for number in numbers)]
     if given is None:
@@ -142,7 +144,7 @@ def measure_scaling(opt: BatchOptimizer, seconds: float, bandwidth: float) -> Sc
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that f depends on the cut was said where the batch was loaded
         for workers, threads in configurations:
-            with opt.twin(loaded=True, parallelize=workers, threads_per_worker=threads) as twin:
+            with extending.twin(opt, loaded=True, parallelize=workers, threads_per_worker=threads) as twin:
                 took = _median(twin.evaluate, seconds / len(configurations))
                 memory = None if workers == 1 else max(_private_bytes(worker.pid) for worker in twin.workers)
             rows.append(ScalingRow(workers, threads or cores, took, memory=memory))
@@ -163,16 +165,16 @@ def _median(evaluate: Callable[[], object], seconds: float) -> float:
     return statistics.median(found)
 
 
-def _model(opt: BatchOptimizer) -> tuple[float, float]:
+def _model(opt: Evaluations) -> tuple[float, float]:
     """Return the seconds that a worker's evaluation takes whatever its samples, and those of all samples, by one
     thread: of the batch in one chunk and in several, each of which takes the former. With `chunk_size` chunks are what
     they are."""
 
     def seconds_of(chunk_size: int) -> float:
-        with opt.twin(loaded=True, threads_per_worker=1, chunk_size=chunk_size) as twin:
+        with extending.twin(opt, loaded=True, threads_per_worker=1, chunk_size=chunk_size) as twin:
             return _median(twin.evaluate, 0.0)
 
-    given, samples = opt.chunk_size, opt.batch_size
+    given, samples = extending.chunk_size(opt), extending.batch_size(opt)
     if given is not None:
         return 0.0, seconds_of(given)
     part = math.ceil(samples / PART)

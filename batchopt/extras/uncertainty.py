@@ -6,16 +6,15 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from itertools import product
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+import batchopt.extending as extending
 from batchopt.errors import WorkerError
+from batchopt.evaluations import Evaluations
 from batchopt.extending import ScoreSums, Weighing, read_count, read_positive, reals
 from batchopt.extras.covariance import Covariance, Curvature, flat
-
-if TYPE_CHECKING:
-    from batchopt.evaluations import Evaluations
 
 KINDS = ("least squares", "likelihood", "sandwich")
 COLUMNS = 256  # of the Hessian, at a time
@@ -121,13 +120,14 @@ def _freedom(residuals: int, parameters: int, singular: int) -> float:
 
 def _parts(opt: Evaluations) -> Parts:
     """Return the terms whose weight is not 0, by name; without terms, f under None."""
-    terms, arguments = opt.arguments["terms"], opt.arguments
+    arguments = extending.arguments(opt)
+    terms = arguments["terms"]
     if terms is None:
-        (weighing,) = opt.weighings.values()
+        (weighing,) = extending.weighings(opt).values()
         return {None: Part(opt.criterion, arguments["loss_fn"], arguments["denominators"], weighing)}
     return {
         name: Part(None, terms[name].loss_fn, terms[name].denominators, weighing)
-        for name, weighing in opt.weighings.items()
+        for name, weighing in extending.weighings(opt).items()
         if name is not None and weighing.weight
     }
 
@@ -272,7 +272,7 @@ def _meat(opt: Evaluations, parts: Parts, names: list[str], gradient: torch.Tens
         raise ValueError(f"torch.func cannot differentiate the loss of single samples; {SINGLE}: {error}") from error
     each = [found] if None in functions else [*found.values()]
     scores, products = (torch.stack([one[key] for one in each]).sum(0) for key in ("scores", "products"))
-    allowed = torch.finfo(opt.parameters.dtype).eps ** 0.5 * (opt.batch_size * products.diagonal()).sqrt()
+    allowed = torch.finfo(opt.parameters.dtype).eps ** 0.5 * (extending.batch_size(opt) * products.diagonal()).sqrt()
     if bool(((scores - gradient).abs() > allowed).any()):
         raise ValueError(f"the gradients of single samples do not sum up to df/dX; {SINGLE}")
     return products

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from batchopt.errors import CheckpointError
-from batchopt.extending import read_count
+from batchopt.extending import once, read_count
 from batchopt.ignite.triggers import read_interval
 from batchopt.optimizer import BatchOptimizer
 
@@ -91,9 +91,9 @@ class Checkpoint:
         is_scored = isinstance(score, int | float) and math.isfinite(score)
         name = f"{iteration:08d},score={float(score)!r}.batchopt" if is_scored and score is not None else None
         target = self.folder / (name or f"{iteration:08d}.batchopt")
-        opt.once(self._make_folder)
+        once(opt, self._make_folder)
         opt.save(target, extra={ENTRY: state})
-        opt.once(lambda: self._delete_surplus(target, iteration))
+        once(opt, lambda: self._delete_surplus(target, iteration))
 
     def _make_folder(self) -> None:
         try:

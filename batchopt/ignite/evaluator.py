@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from ignite.engine import Engine, Events, State
 
-from batchopt.extending import Scored, Scoring, check_callable
+from batchopt.extending import Scored, Scoring, check_callable, scored
 from batchopt.ignite.events import guarded
 from batchopt.optimizer import BatchOptimizer
 
@@ -18,7 +18,7 @@ class Evaluator(Engine):
 
     def __init__(self, opt: BatchOptimizer, metrics: Any, transform: Callable[[Any], Any] | None) -> None:
         super().__init__(self._process)
-        self._scored: Callable[[Any], Scoring] = partial(opt.scored, metrics=metrics, transform=transform)
+        self._scored: Callable[[Any], Scoring] = partial(scored, opt, metrics=metrics, transform=transform)
         self._scored(None)  # raises for what are no metrics
         self._is_named = metrics is None or isinstance(metrics, Mapping)
         self.add_event_handler(Events.COMPLETED, Evaluator._compute)

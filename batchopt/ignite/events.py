@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ignite.engine import Engine, EventEnum, Events
 
-from batchopt.extending import Evaluated, Observer
+from batchopt.extending import Evaluated, Observer, observe
 from batchopt.optim.minimizer import Iteration, Minimizer
 from batchopt.optimizer import BatchOptimizer
 
@@ -60,7 +60,7 @@ def telling(engine: Engine, opt: BatchOptimizer) -> Iterator[None]:
     evaluations = _Evaluations(engine) if engine._event_handlers.get(StepEvents.EVALUATED) else Observer()
     optimizer = opt.optimizer
     listens = isinstance(optimizer, Minimizer) and engine._event_handlers.get(StepEvents.ACCEPTED)
-    with opt.observe(evaluations):
+    with observe(opt, evaluations):
         if not listens or not isinstance(optimizer, Minimizer):
             yield
             return

@@ -9,8 +9,7 @@ from typing import Any
 
 from ignite.engine import Engine, State
 
-from batchopt import Batches
-from batchopt.extending import read_bool, read_count
+from batchopt.extending import Batches, arguments, once, read_bool, read_count
 from batchopt.ignite.checkpoint import Checkpoint, restore
 from batchopt.ignite.evaluator import create_evaluator
 from batchopt.ignite.logs import read_logs
@@ -86,7 +85,7 @@ def fit(
     >>> state.epoch, sorted(state.metrics)
     (3, ['eval_mse', 'loss'])
     """
-    batches = _positioned(batches_of(train, opt.seed), begin_epoch)
+    batches = _positioned(batches_of(train, arguments(opt)["seed"]), begin_epoch)
     trainer = create_trainer(opt)
     parts = Parts(
         read_count("epochs", epochs),
@@ -120,7 +119,7 @@ def _run(
     trainer: Engine, batches: Batches, parts: Parts, loop: Loop, opt: BatchOptimizer, resume: str | os.PathLike[str]
 ) -> State:
     checkpoint = parts.checkpoint
-    path = None if checkpoint is None else opt.once(lambda: checkpoint.choose(resume))
+    path = None if checkpoint is None else once(opt, lambda: checkpoint.choose(resume))
     if path is not None:
         before = batches.state_dict()
         try:

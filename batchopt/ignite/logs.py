@@ -10,7 +10,7 @@ from typing import Any
 from ignite.engine import Engine, Events
 from ignite.handlers.base_logger import BaseLogger
 
-from batchopt.extending import Stepped
+from batchopt.extending import Stepped, observe
 from batchopt.extras.history import History
 from batchopt.ignite.loop import Log, learning_rate, writable
 from batchopt.ignite.record import Record
@@ -140,7 +140,7 @@ def log_steps(opt: BatchOptimizer, *loggers: BaseLogger, every: int = 1) -> Iter
     for one in loggers:
         if not isinstance(one, BaseLogger):
             raise TypeError(f"`loggers` must be loggers of ignite, as ignite.handlers.MLflowLogger(); got {one!r}")
-    with opt.observe(_Passed(opt, read_logs(loggers, opt.is_main), every)):
+    with observe(opt, _Passed(opt, read_logs(loggers, opt.is_main), every)):
         yield
 
 

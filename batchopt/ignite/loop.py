@@ -13,8 +13,17 @@ from typing import Any, Protocol, cast
 import torch
 from ignite.engine import Engine, Events
 
-from batchopt import Batches
-from batchopt.extending import Observer, PreparedBatch, ProgressBar, check_callable
+from batchopt.extending import (
+    Batches,
+    Observer,
+    PreparedBatch,
+    ProgressBar,
+    check_callable,
+    observe,
+    once,
+    report,
+    verbosity,
+)
 from batchopt.ignite.checkpoint import Checkpoint
 from batchopt.ignite.monitor import Monitor
 from batchopt.ignite.schedule import Schedule
@@ -217,7 +226,7 @@ class Loop:
     def _is_due(self, interval: Filter | None, ended: bool) -> bool:
         if interval is None:
             return ended
-        return self._opt.once(lambda: interval(self._trainer, self._trainer.state.iteration))
+        return once(self._opt, lambda: interval(self._trainer, self._trainer.state.iteration))
 
     def _write_and_save_what_is_due(self, ended: bool) -> None:
         """Write and save what is due; at the end of an epoch this is deferred, to include its numbers."""
@@ -437,15 +446,15 @@ class Progress(Observer):
 @contextmanager
 def progress(opt: BatchOptimizer, epochs: int) -> Iterator[Progress]:
     """Show the progress of `opt`, in place of its own bar."""
-    verbose = opt.verbose
+    verbose = verbosity(opt)
     shown = Progress(verbose, epochs)
     try:
         if verbose != 1:
             yield shown
             return
-        opt.verbose = 0
-        with opt.observe(shown):
+        report(opt, 0)
+        with observe(opt, shown):
             yield shown
     finally:
-        opt.verbose = verbose
+        report(opt, verbose)
         shown.close()

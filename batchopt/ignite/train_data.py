@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from batchopt import Batches
-from batchopt.extending import LoaderSource
+from batchopt.extending import Batches, LoaderSource
 
 
 def batches_of(data: Any, seed: int) -> Batches:

@@ -7,8 +7,7 @@ from typing import Any
 
 from ignite.engine import Engine, Events, State
 
-from batchopt import Batches
-from batchopt.extending import PreparedBatch, check_callable
+from batchopt.extending import Batches, PreparedBatch, check_callable, prepared
 from batchopt.ignite.events import COUNTS, StepEvents, guarded, telling
 from batchopt.optimizer import BatchOptimizer
 
@@ -26,7 +25,7 @@ class Trainer(Engine):
     def _process(self, _: Engine, batch: Any) -> Any:
         with telling(self, self.opt):
             if not isinstance(batch, PreparedBatch):  # of data that a handler has set
-                batch = next(iter(self.opt.prepared([batch])))
+                batch = next(iter(prepared(self.opt, [batch])))
             loss = self.opt.step(batch, time_limit=None if self.time_left is None else self.time_left())
         if self.opt.stopped:
             self.terminate()
@@ -127,7 +126,7 @@ Prepare = Callable[[Any], Any]
 
 
 class Feed:
-    """An iterable over `opt.prepared(data)`; with `Batches`, over the remaining epoch."""
+    """An iterable over `prepared(opt, data)`; with `Batches`, over the remaining epoch."""
 
     def __init__(self, opt: BatchOptimizer, data: Iterable[Any], prepare: Prepare | None) -> None:
         self._opt = opt
@@ -137,7 +136,7 @@ class Feed:
 
     def __iter__(self) -> Iterator[PreparedBatch]:
         self.close()
-        self._present = self._opt.prepared(self.data, convert=self.prepare)
+        self._present = prepared(self._opt, self.data, convert=self.prepare)
         return self._present
 
     def __len__(self) -> int:

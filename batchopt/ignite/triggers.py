@@ -10,7 +10,7 @@ from typing import Any
 
 from ignite.engine import Engine
 
-from batchopt import Batches
+from batchopt.extending import Batches
 
 # A filter of ignite's events: (engine, number of the event) -> whether it is due.
 Filter = Callable[[Engine, int], bool]

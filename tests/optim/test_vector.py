@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from batchopt import BatchOptimizer
+from batchopt import BatchOptimizer, hogwild
 from batchopt.optim.vector import Vector
 
 
@@ -42,6 +42,6 @@ def test_a_graph_from_before_cannot_be_differentiated_once_parameters_are_writte
         if way == "assign":
             opt.objective().assign(opt.parameters.numpy() + 1)
         else:
-            opt.hogwild((x, y), lambda params: torch.optim.SGD(params, lr=0.1), batch_size=6)
+            hogwild(opt, (x, y), lambda params: torch.optim.SGD(params, lr=0.1), batch_size=6)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             before.backward()
