@@ -12,7 +12,7 @@ from torch import nn
 
 import batchopt
 from batchopt import BatchOptimizer
-from batchopt._mapreduce.compression import Compression, DoesNotFit, Rounded, TwoBit, compress, read_compress
+from batchopt.backends.nodes.compression import Compression, DoesNotFit, Rounded, TwoBit, compress, read_compress
 from batchopt.backends.nodes.wire import Wire
 from batchopt_workers.wire.layout import Layout
 

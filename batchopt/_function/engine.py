@@ -48,12 +48,12 @@ from batchopt._function.step import Counters, Found, History, Rows, Rules, Step
 from batchopt._function.workers import Workers
 from batchopt._machine.ownership import Owner, exclusive, sole, undisturbed
 from batchopt._mapreduce.answers import Answer, common_form, forms_of
-from batchopt._mapreduce.compression import DoesNotFit
 from batchopt._mapreduce.plan import Plan, choose_chunk_size, make_plan
 from batchopt._mapreduce.reduce import Answers, reduce_answers, weighed
 from batchopt._mapreduce.speeds import Speeds
 from batchopt._program.flat_module import FlatModule, Gradient
 from batchopt.backends.base import Prepared
+from batchopt.backends.nodes.compression import DoesNotFit
 from batchopt.errors import BatchoptError, NonFiniteError, WorkerError, add_data_indices, add_way_to_call, add_whole
 from batchopt_workers.batch.batch import Batch
 from batchopt_workers.evaluate.program import Hook

@@ -15,10 +15,10 @@ from batchopt._data.batches import BatchSpec, BatchSpecs
 from batchopt._data.denominators import resolve_reduction
 from batchopt._data.terms import Term, read_terms
 from batchopt._function.costs import Configuration
-from batchopt._mapreduce.compression import Compression, read_compress
 from batchopt._mapreduce.speeds import Speeds
 from batchopt.backends import BACKENDS, backend_class, effective_backend
 from batchopt.backends.base import Backend, CompressingBackend
+from batchopt.backends.nodes.compression import Compression, read_compress
 from batchopt_workers.batch.items import Collate, CollatesAll
 from batchopt_workers.batch.weighting import Denominators
 from batchopt_workers.evaluate.objective import LossFunction

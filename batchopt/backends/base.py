@@ -10,11 +10,11 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 import torch
 
 from batchopt._data.arguments import read_parallelize
-from batchopt._mapreduce.compression import Compression
 from batchopt._mapreduce.reduce import Answers
 from batchopt._program.compiler import Compiler, Compiling
 from batchopt._program.flat_module import Gradient
 from batchopt._program.flatten import Flat
+from batchopt.backends.nodes.compression import Compression
 from batchopt_workers.batch.batch import Batch
 from batchopt_workers.evaluate.program import Hook, Precode, Program
 from batchopt_workers.evaluate.state import ModuleState

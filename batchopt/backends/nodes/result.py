@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from batchopt._mapreduce.answers import Answer, Partial
-from batchopt._mapreduce.compression import DoesNotFit
 from batchopt.backends.base import WorkerInfo
+from batchopt.backends.nodes.compression import DoesNotFit
 from batchopt.errors import BatchoptError, RemoteTraceback, WorkerError
 from batchopt_workers.evaluate.tree import Node
 from batchopt_workers.wire.failures import Failure, describe

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from batchopt._mapreduce.compression import Compression
+from batchopt.backends.nodes.compression import Compression
 from batchopt.backends.nodes.transfer import ProgramVersion, SentRows
 from batchopt_workers.life.torch_settings import TorchSettings
 from batchopt_workers.shortcuts.form import Request

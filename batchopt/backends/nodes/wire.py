@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
-from batchopt._mapreduce.compression import Compression, DoesNotFit, compress
 from batchopt.backends.base import Setup
+from batchopt.backends.nodes.compression import Compression, DoesNotFit, compress
 from batchopt_workers.wire.layout import Layout
 
 
