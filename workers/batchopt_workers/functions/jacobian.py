@@ -11,8 +11,8 @@ import torch
 from torch.func import functional_call, vjp, vmap
 
 from batchopt_workers.batch.batch import Columns
-from batchopt_workers.functions.apart import Apart, Unmappable, per_sample
 from batchopt_workers.functions.bound import Bound
+from batchopt_workers.functions.per_sample import PerSample, Unmappable, sample_tensors
 from batchopt_workers.functions.simulation import is_by_differences
 from batchopt_workers.functions.squares import MeanSquare, checked
 from batchopt_workers.life.torch_settings import differentiable_twice
@@ -36,6 +36,10 @@ class Block(NamedTuple):
     residuals: torch.Tensor
     rows: torch.Tensor
     samples: int = 1
+
+
+# Returns the block of samples at parameters of these names.
+Rows = Callable[[Mapping[str, torch.Tensor], Any, Any, int], Block]
 
 
 class PieceResiduals(NamedTuple):
@@ -80,7 +84,7 @@ class Jacobian:
         self._trained = {names[id(parameters[i])]: parameters[i] for i in places}
         self._by_differences = is_by_differences(module, squares.residual)
         self._called = Bound(module, squares.residual)
-        self._ways: list[Callable[[Mapping[str, torch.Tensor], Any, Any, int], Block]] = [self._mapped, self._apart]
+        self._ways: list[Rows] = [self._mapped, self._per_sample]
         self._agreed = False  # whether the first of these was seen to agree with a plain backward
 
     def serves(self, squares: MeanSquare, parameters: Sequence[torch.Tensor]) -> bool:
@@ -122,7 +126,7 @@ class Jacobian:
                 here = range(start, stop)
                 if not self._ways:  # its samples were evaluated together, and take a backward each anyway
                     self._refuse_coupled(block, whole, here, [[i] for i in here])
-                elif self._ways[0] == self._apart or not _alike(
+                elif self._ways[0] == self._per_sample or not _alike(
                     block.residuals, expected, float(expected.abs().max())
                 ):  # together, too, or different from those of each sample, which may be rounding
                     self._refuse_coupled(block, whole, here, _parted(here))
@@ -174,7 +178,7 @@ class Jacobian:
         try:
             self._same_residuals(Block(few.reshape(-1), block.rows), own, among_all)
         except Unmappable:
-            self._ways, self._agreed = [self._mapped, self._apart], False  # these samples failed, not the ways
+            self._ways, self._agreed = [self._mapped, self._per_sample], False  # these samples failed, not the ways
             raise ValueError(
                 "the residuals of a sample depend on the other samples of its chunk, or on random numbers: there is no "
                 "Jacobian by rows. Make each row of its own sample alone (normalisation layers in evaluation mode, no "
@@ -236,7 +240,7 @@ class Jacobian:
 
     def _mapped(self, trained: Mapping[str, torch.Tensor], inputs: Any, targets: Any, samples: int) -> Block:
         """Compute a block by `torch.func`, sample by sample."""
-        leaves, rebuild = per_sample((inputs, targets), samples)
+        leaves, rebuild = sample_tensors((inputs, targets), samples)
         names, tensors = [f"module.{name}" for name in trained], [tensor.detach() for tensor in trained.values()]
 
         def one(*rows: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
@@ -256,13 +260,13 @@ class Jacobian:
         rows = residuals.numel()
         return Block(residuals.reshape(-1), self._joined(found, rows))
 
-    def _apart(self, trained: Mapping[str, torch.Tensor], inputs: Any, targets: Any, samples: int) -> Block:
+    def _per_sample(self, trained: Mapping[str, torch.Tensor], inputs: Any, targets: Any, samples: int) -> Block:
         """Compute a block at once, through a module that has separate parameters for each sample."""
         parameters = {
             name: parameter.detach().expand(samples, *parameter.shape).clone().requires_grad_()
             for name, parameter in trained.items()
         }
-        module: Any = Apart(self._module, "", parameters, samples)
+        module: Any = PerSample(self._module, "", parameters, samples)
         with torch.enable_grad():
             residuals = checked(self.squares.residual(module, inputs, targets), samples).reshape(samples, -1)
         columns = []

@@ -15,7 +15,7 @@ class Unmappable(Exception):
     """Samples cannot be evaluated separately in this way."""
 
 
-class Apart:
+class PerSample:
     """Called like the module, or a part of it; evaluates each sample with its own parameters, which are views of
     `parameters`, shape `(samples, ...)`. Any other use raises `Unmappable`."""
 
@@ -25,7 +25,7 @@ class Apart:
         self._module, self._prefix, self._parameters, self._samples = module, prefix, parameters, samples
 
     def __call__(self, *arguments: Any) -> Any:
-        leaves, rebuild = per_sample(arguments, self._samples)
+        leaves, rebuild = sample_tensors(arguments, self._samples)
         own = {
             name.removeprefix(self._prefix): parameter
             for name, parameter in self._parameters.items()
@@ -48,11 +48,11 @@ class Apart:
         if type(found) in (bool, int, float, str, torch.nn.Parameter):  # a frozen parameter
             return found
         if isinstance(found, torch.nn.Module):
-            return Apart(found, f"{self._prefix}{name}.", self._parameters, self._samples)
+            return PerSample(found, f"{self._prefix}{name}.", self._parameters, self._samples)
         raise Unmappable
 
 
-def per_sample(data: Any, samples: int) -> tuple[list[torch.Tensor], Callable[[Sequence[torch.Tensor]], Any]]:
+def sample_tensors(data: Any, samples: int) -> tuple[list[torch.Tensor], Callable[[Sequence[torch.Tensor]], Any]]:
     """Return the tensors with a row for each sample, and a function that replaces them. Raise `Unmappable` if anything
     else has an entry for each sample."""
 
