@@ -20,7 +20,6 @@ from batchopt._data.epochs import LoaderSource as LoaderSource
 from batchopt._data.epochs import Source as Source
 from batchopt._function.checks import Difference as Difference
 from batchopt._function.checks import cut_differences
-from batchopt._function.costs import coordination as coordination
 from batchopt._function.engine import Engine
 from batchopt._function.hogwild import HogwildResult as HogwildResult
 from batchopt._function.observer import Evaluated as Evaluated
@@ -30,6 +29,7 @@ from batchopt._function.prediction import Scored as Scored
 from batchopt._function.prediction import Scoring as Scoring
 from batchopt._function.prepared import PreparedBatch as PreparedBatch
 from batchopt._function.reporter import ProgressBar as ProgressBar
+from batchopt._function.search import coordination as coordination
 from batchopt._function.step import EXAMINED
 from batchopt._function.twin import doubled as doubled
 from batchopt._machine.cores import usable_cores as usable_cores
@@ -135,7 +135,7 @@ class Extensible:
     @property
     def compiled(self) -> str:
         """The way in which evaluations are compiled, in words; empty if they are not."""
-        found = self._function.policies.compilation
+        found = self._function.compilation
         return "" if found is None else str(found)
 
     def scored(self, data: Any, metrics: Any = None, *, transform: Callable[[Any], Any] | None = None) -> Scoring:

@@ -14,7 +14,7 @@ from batchopt._data import arguments
 from batchopt._data.batches import BatchSpec, BatchSpecs
 from batchopt._data.denominators import resolve_reduction
 from batchopt._data.terms import Term, read_terms
-from batchopt._function.costs import Configuration
+from batchopt._function.search import Way
 from batchopt._mapreduce.compression import Compression, read_compress
 from batchopt._mapreduce.speeds import Speeds
 from batchopt.backends import BACKENDS, backend_class, effective_backend
@@ -130,9 +130,9 @@ class Settings:
         is_its_own = devices is not None and [_indexed(one) for one in devices] == [_indexed(device)]
         return replace(self, devices=None if is_its_own else devices, automatic=False, candidates=())
 
-    def using(self, configuration: Configuration) -> Settings:
+    def using(self, way: Way) -> Settings:
         """Return these settings with other workers."""
-        workers, threads, devices = configuration
+        workers, threads, devices, _ = way
         return replace(self, parallelize=workers, threads_per_worker=threads, devices=devices or None)
 
     @property
