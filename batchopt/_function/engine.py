@@ -82,8 +82,7 @@ class Engine:
         self.step: Step | None = None
         self.attempt: Attempt | None = None  # the outermost of those that are going on
         self.deals = False  # whether workers may divide columns instead of samples
-        is_tuned = settings.automatic or (settings.sizes_chunks and not settings.deterministic)
-        self.tuner = Tuner(self) if is_tuned else None
+        self.tuner = Tuner(self) if settings.automatic or settings.sizes_chunks else None
         self.compilation = Compilation(settings.compile is True) if settings.compile else None
 
     # ---- state
@@ -180,7 +179,9 @@ class Engine:
             count = workers.load(prepared, weights)
             counters, *others = self.history
             self.history = History(counters.begun(), *others)
-            chunk_size = self._chunk_size_for(batch.size, self.rules.chunk_size)
+            chosen = self.settings.chunk_size if self.tuner is None else self.tuner.size_for(batch.size)
+            given = self.rules.chunk_size or chosen
+            chunk_size = choose_chunk_size(batch.size, given, self.settings.deterministic)
             plan = workers.plan(batch.size, chunk_size)
             chunks = plan.cut.chunks
             refuse_frequencies(subject.module, count, batch, chunks)
@@ -311,13 +312,6 @@ class Engine:
             self.history = history._replace(hook_results=[*pattern.hook_results], outputs=outputs)
         return answers
 
-    def _chunk_size_for(self, samples: int, given: int | None = None) -> int | None:
-        """Return the size of chunks for so many samples, None for a worker's share: as given here or by the user."""
-        given = given or self.settings.chunk_size
-        if given is None and self.tuner is not None:
-            given = self.tuner.size_for(samples)
-        return choose_chunk_size(samples, given, self.settings.deterministic)
-
     def cut_into(self, chunk_size: int | None) -> None:
         """Evaluate the loaded batch in chunks of this size from now on, as the same step."""
         step = self.loaded()
@@ -326,10 +320,8 @@ class Engine:
     def _keep_chunks(self, plan: Plan) -> None:
         """Let the step's chunks not move any more, as numbers were drawn: other chunks would draw others."""
         step = self.step
-        if self.tuner is not None:
-            self.tuner.keep(self.loaded())
-        if step is not None and plan is step.plan and step.movable and step.chunk_size is None:
-            self.step = step._replace(movable=False)
+        if step is not None and plan is step.plan and not step.drew:
+            self.step = step._replace(movable=step.movable and step.chunk_size is not None, drew=True)
 
     @undisturbed
     def reduce(self, answers: Sequence[Answer]) -> torch.Tensor:
@@ -519,8 +511,11 @@ class Engine:
         """Return the step's plan for all terms of its batch, so that draws match its evaluations; else a new plan."""
         if not task.aside and len(self.loaded().batch.parts) == len(batch.parts):
             return self.loaded().plan
-        speeds = self.workers.speeds_of_tasks
-        return make_plan(batch.size, self._chunk_size_for(batch.size), speeds) if cut is None else plan_of(cut, speeds)
+        settings, speeds = self.settings, self.workers.speeds_of_tasks
+        if cut is not None:
+            return plan_of(cut, speeds)
+        given = settings.chunk_size if self.tuner is None else self.tuner.size_for(batch.size)
+        return make_plan(batch.size, choose_chunk_size(batch.size, given, settings.deterministic), speeds)
 
     # The same for callers from outside: `work_on` may be called while something works here.
     carry_out = exclusive(work_on)

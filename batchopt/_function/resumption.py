@@ -48,7 +48,7 @@ def state_of(function: Engine, optimizer: torch.optim.Optimizer | None) -> dict[
         "speeds": list(workers.speeds.values),
         "seed": function.settings.seed,
         "weights": {name: term.weight for name, term in (function.reader.terms or {}).items()},
-        **(function.tuner.state() if function.tuner is not None and function.settings.automatic else {}),
+        **(function.tuner.state() if function.tuner and function.settings.automatic else {}),
         **({} if function.compilation is None else {"compiled": [*function.compilation.keys]}),
     }
 
@@ -78,7 +78,7 @@ def resume(
         module.load_state_dict(before, strict=False)
         rollback.back()
         raise
-    if state.get("parallelize") is not None and function.tuner is not None:
+    if state.get("parallelize") is not None and function.tuner and function.settings.automatic:
         function.tuner.resume(state["parallelize"], function.settings)
 
 

@@ -54,11 +54,10 @@ class Way(NamedTuple):
         """The seconds that it takes to start."""
         return 0.0 if self.is_here or self.chunk_size is not None else DEVICE if self.devices else START
 
-    def is_like(self, other: Way) -> bool:
-        """Tell whether what forbids the one forbids the other: both cut shares, or are other processes of a kind."""
-        if self.chunk_size is not None or other.chunk_size is not None:
-            return self.chunk_size is not None and other.chunk_size is not None
-        return not (self.is_here or other.is_here) and bool(self.devices) == bool(other.devices)
+    @property
+    def kind(self) -> tuple[bool, bool, bool]:
+        """The kind of ways of which all are forbidden by what forbids one."""
+        return self.is_here, bool(self.devices), self.chunk_size is not None
 
     def __str__(self) -> str:
         threads = "" if self.threads is None else f", threads={self.threads}"
@@ -184,9 +183,9 @@ class Search:
             self._look()
 
     def refuse(self, way: Way, reason: str) -> None:
-        """Note that a way cannot be used, nor others like it."""
+        """Note that a way cannot be used, nor others of its kind."""
         self.reason, self.times[way] = reason, math.inf
-        self._ladders = [[a for a in ladder if a in self.times or not a.is_like(way)] for ladder in self._ladders]
+        self._ladders = [[a for a in ladder if a in self.times or a.kind != way.kind] for ladder in self._ladders]
         self._look()
 
     def __str__(self) -> str:

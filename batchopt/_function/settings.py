@@ -103,7 +103,7 @@ class Settings:
         found |= {name: arguments.read(name, found[name]) for name in _READ.split()}
         found["compress"] = read_compress(found["compress"])
         if found["chunk_size"] == "auto":
-            found |= {"chunk_size": None, "sizes_chunks": True}
+            found |= {"chunk_size": None, "sizes_chunks": not torch.are_deterministic_algorithms_enabled()}
         found |= {"devices": None if automatic else devices, "parallelize": 1 if automatic else workers}
         settings = cls(**{**found, "terms": terms, "candidates": candidates})
         if settings.compress is not None and not issubclass(kind, CompressingBackend):

@@ -43,10 +43,6 @@ OTHER_SIZE, AGAIN = 4, 3
 PIECES, LEAST = (4, 16), 32
 # The tolerance of df/dX in that of f: its terms cancel, more so near a minimum.
 CANCELLED = 10
-# What may be the reason where f is not the same.
-CUT = "it depends on how the batch is cut, or draws random numbers"
-PLACE = "it depends on the cut, on what the process has (files, globals) or on the device (TF32); opt.check() says more"
-
 _CANNOT = BatchoptError, OSError, TypeError, ValueError
 _OUT_OF_MEMORY = names_of((torch.OutOfMemoryError,))
 
@@ -55,19 +51,18 @@ class Tuner:
     """Has an engine evaluate in the ways that its search asks for. On a card it halves chunks that do not fit."""
 
     def __init__(self, engine: Engine) -> None:
-        self._start = engine.workers.way
-        self._way: Way | None = self._start  # in use; None while that changes
+        self._way: Way | None = engine.workers.way  # in use; None while that changes
+        self._given = engine.settings.chunk_size
         self._capacity: int | None = None  # samples of the largest chunk that fits on a card
         self._may_halve = False if engine.subject.x.is_cpu else None  # as f is the same; None: that is not known yet
-        self._kept = -1  # the step that drew random numbers: other chunks would draw others
         self._size, self._others = 0, 0  # samples of a batch, and how many batches since had another size
         self._begin(engine, engine.settings.automatic)
 
     def _begin(self, engine: Engine, automatic: bool) -> None:
         """Choose anew; the workers only if that is to be `automatic`."""
-        settings, way = engine.settings, self._start if automatic else engine.workers.way
-        self._keep(engine, way, "measured" if automatic else "as given", ladders(settings, way) if automatic else ())
-        self._sizes = settings.sizes_chunks and engine.subject.x.is_cpu  # other sizes of chunks are still to be tried
+        found = ladders(engine.settings) if automatic else []
+        self._keep(engine, found[-1][0] if automatic else engine.workers.way, "measured", found)
+        self._sizes = engine.settings.sizes_chunks and engine.subject.x.is_cpu  # sizes of chunks are still to be tried
         self._seconds = 0.0  # of loading and reading since the last evaluation
         self._starts = False  # the start of workers is being prepared
 
@@ -121,10 +116,11 @@ class Tuner:
         search, step = self.search, engine.step
         if self.is_settled and self._way == search.present and self._may_halve is not None:
             return
-        if step is None or step.ended or (step.number == self._kept and not engine.settings.fixed_bits):
-            return
+        if step is None or step.ended or (step.drew and not engine.settings.fixed_bits):
+            return  # other chunks would draw other random numbers
         if self._may_halve is None and step.batch.size > 1:
-            self._may_halve = engine.settings.sizes_chunks and not _depends_on_the_cut(engine)
+            found = [one.decided for one in cut_differences(engine, step.batch.size)]
+            self._may_halve = normalises_by_chunk(engine.subject.module) is None and not any(found)
         self._use(engine, search.present)  # also where an interrupt came between
         way = self._resumed or search.due
         if way is not None and (way in search.unknown or self._can_start(engine, way)):
@@ -158,9 +154,9 @@ class Tuner:
         try:
             if way not in search.unknown:
                 self._use(engine, way)
-                reason = _difference(here, _values(engine, engine.loaded().plan.cut), PLACE)
+                reason = _difference(here, _values(engine, engine.loaded().plan.cut))
             elif (cut := _plan_for(step, way).cut) != step.plan.cut:
-                reason = _difference(here, _values(engine, cut), CUT)
+                reason = _difference(here, _values(engine, cut))
         except _CANNOT as error:
             reason = f"it cannot be evaluated there: {error}"
         if reason:
@@ -198,18 +194,13 @@ class Tuner:
     def size_for(self, samples: int) -> int | None:
         """Return the size of chunks for so many samples, None for a worker's share."""
         if self._capacity is None or samples <= self._capacity:
-            return self.search.present.chunk_size
+            return self._given or self.search.present.chunk_size
         return -(-samples // -(-samples // self._capacity))
-
-    def keep(self, step: Step) -> None:
-        """Keep the chunks of this step, as it draws random numbers, and in others would draw others."""
-        self._kept = step.number
 
     def shrinks(self, engine: Engine, error: WorkerError, cut: Cut) -> bool:
         """After an error with this cut tell whether it was lack of memory on a card, and chunks are half as large."""
         step, largest = engine.step, max(stop - start for start, stop in pairwise(cut.bounds))
-        is_kept = step is not None and step.number == self._kept
-        if error.kinds[:1] != _OUT_OF_MEMORY or largest == 1 or is_kept or not self._may_halve:
+        if error.kinds[:1] != _OUT_OF_MEMORY or largest == 1 or not self._may_halve or (step and step.drew):
             return False
         torch.cuda.empty_cache()
         self._capacity = largest // 2
@@ -226,14 +217,14 @@ class Tuner:
         of the user's."""
         if engine.settings.automatic:
             search = self.search
-            chosen = search.present if search.is_over else ladders(engine.settings, self._start)[0][-1]
+            chosen = search.present if search.is_over else ladders(engine.settings)[0][-1]
             self._keep(engine, self._resumed or chosen, "workers may have state")
             self._use(engine, self.search.present)
 
     def resized(self, engine: Engine, automatic: bool) -> None:
         """Keep the number of workers, which the user has changed; choose again if that is to be `automatic`."""
         if engine.settings.automatic and engine.workers.alone:  # with the threads that were asked for, not a worker's
-            engine.use(self._start)
+            engine.use(Way(1, engine.settings.threads_per_worker))
         self._way = engine.workers.way
         self._begin(engine, automatic)
 
@@ -254,16 +245,17 @@ class Tuner:
             self._resumed, self._size, self.is_settled = way, state["samples"], False
 
 
-def ladders(settings: Settings, start: Way) -> list[list[Way]]:
-    """Return the ways that come into question: devices, workers on all cores, and this process with fewer threads."""
+def ladders(settings: Settings) -> list[list[Way]]:
+    """Return the ways that come into question: devices, workers on all cores, and this process, then with fewer
+    threads."""
     cores = min(usable_cores(), backend_class(settings.backend).read_workers("auto") or 1)
     threads, devices = settings.threads_per_worker, settings.candidates
     most = cores // (threads or 1)
     several = [most >> halved for halved in range(most.bit_length() - 1)]
     fewer = [cores >> halved for halved in range(1, cores.bit_length())] if threads is None else []
-    on_devices = [Way(count, threads, devices[:count]) for count in sorted({1, len(devices)})] if devices else []
+    on_devices = [[Way(count, threads, devices[:count]) for count in sorted({1, len(devices)})]] if devices else []
     on_cores = [[Way(count, threads or cores // count)] for count in several]
-    return [*([on_devices] if on_devices else []), *on_cores, [start, *(Way(1, count) for count in fewer)]]
+    return [*on_devices, *on_cores, [Way(1, count) for count in (threads, *fewer)]]
 
 
 def _plan_for(step: Step, way: Way) -> Plan:
@@ -273,19 +265,23 @@ def _plan_for(step: Step, way: Way) -> Plan:
 def _values(engine: Engine, cut: Cut) -> tuple[float, torch.Tensor]:
     """Return f and df/dX of these chunks by the present workers, which counts as no evaluation."""
     step, gradient = engine.ready(), torch.empty_like(engine.subject.x)
-    answers = engine.workers.evaluate(step._replace(plan=plan_of(cut, engine.workers.speeds)))
-    whole = reduce_answers(answers, cut.chunks, gradient)
+    with engine.workers.without_hooks():
+        answers = engine.workers.evaluate(step._replace(plan=plan_of(cut, engine.workers.speeds)))
+        whole = reduce_answers(answers, cut.chunks, gradient)
     return weighed(whole.losses, step.weights), gradient
 
 
-def _difference(here: tuple[float, torch.Tensor], there: tuple[float, torch.Tensor], why: str) -> str:
-    """Say that f or df/dX differs, and `why` that may be; nothing if they are the same but for rounding."""
+def _difference(here: tuple[float, torch.Tensor], there: tuple[float, torch.Tensor]) -> str:
+    """Say that f or df/dX differs, and what it may be; nothing if they are the same but for rounding."""
     (f, gradient), (other, another) = here, there
     tolerance = TOLERANCES.get(gradient.dtype, COARSE)
     off, size = float((another - gradient).abs().max()), float(gradient.abs().max())
     if abs(other - f) <= tolerance * abs(f) and off <= CANCELLED * tolerance * size:
         return ""
-    return f"f or df/dX is another one there, f {other:.9g} and not {f:.9g}: {why}"
+    return (
+        f"f or df/dX is another one there, f {other:.9g} and not {f:.9g}: does it depend on how the batch is cut, on "
+        "files or globals, draw random numbers, or use TF32? opt.check() says more"
+    )
 
 
 def _seconds_of_share(engine: Engine, way: Way) -> float:
@@ -299,10 +295,3 @@ def _seconds_of_share(engine: Engine, way: Way) -> float:
             workers.backend.evaluate(plan.cut, Order(workers.number(), step.number, first, last), [(first, last)])
             found.append(time.perf_counter() - began)
     return min(found)
-
-
-def _depends_on_the_cut(engine: Engine) -> bool:
-    """Tell whether f of a few samples of the loaded batch is another one if they are cut."""
-    if normalises_by_chunk(engine.subject.module) is not None:
-        return True
-    return any(difference.decided for difference in cut_differences(engine, engine.loaded().batch.size))
