@@ -24,7 +24,6 @@ from batchopt._function import prepared as prepared_batches
 from batchopt._function.checks import Difference as Difference
 from batchopt._function.checks import cut_differences as differences
 from batchopt._function.closure import Closure
-from batchopt._function.costs import coordination as coordination
 from batchopt._function.observer import Evaluated as Evaluated
 from batchopt._function.observer import Observer as Observer
 from batchopt._function.observer import Stepped as Stepped
@@ -32,6 +31,7 @@ from batchopt._function.prediction import Scored as Scored
 from batchopt._function.prediction import Scoring as Scoring
 from batchopt._function.prepared import PreparedBatch as PreparedBatch
 from batchopt._function.reporter import ProgressBar as ProgressBar
+from batchopt._function.search import coordination as coordination
 from batchopt._function.step import EXAMINED
 from batchopt._function.twin import doubled as doubled
 from batchopt._function.twin import twin_of
@@ -137,7 +137,7 @@ def weighings(opt: Evaluations) -> dict[str | None, Weighing]:
 
 def compiled(opt: Evaluations) -> str:
     """Return the way in which evaluations are compiled, in words; empty if they are not."""
-    found = opt._function.policies.compilation
+    found = opt._function.compilation
     return "" if found is None else str(found)
 
 

@@ -569,7 +569,7 @@ class BatchOptimizer(Studies):
         parts.append("closed" if function.workers.closed else f"parallelize={len(function.workers.infos)}")
         parts.append(f"{past.batches} batches, {past.evaluations} evaluations")
         parts += [f"loss {past.loss:.6g}"] * (past.evaluations > 0)
-        parts += [] if function.policies.compilation is None else [str(function.policies.compilation)]
+        parts += [] if function.compilation is None else [str(function.compilation)]
         return f"BatchOptimizer({', '.join(parts)})"
 
     def __reduce__(self) -> NoReturn:

@@ -36,9 +36,8 @@ class Slow(nn.Module):
 @pytest.fixture
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """There are two cores, and workers start as soon as they are expected to be faster."""
-    monkeypatch.setattr("batchopt._function.auto.usable_cores", lambda: 2)
-    monkeypatch.setattr("batchopt._function.choice.FIRST", 0.0)
-    monkeypatch.setattr("batchopt._function.choice.LATER", 0.0)
+    monkeypatch.setattr("batchopt._function.tuning.usable_cores", lambda: 2)
+    monkeypatch.setattr("batchopt._function.search.START", 1e-9)
 
 
 @pytest.fixture
@@ -46,20 +45,20 @@ def two_are_faster(monkeypatch: pytest.MonkeyPatch, two_cores: None) -> None:
     """Evaluations take twice as long in one process as in two, however busy the machine is."""
     with BatchOptimizer(**parts(Slow())) as opt:
         kind = type(choice_of(opt))
-    took, probed = kind.took, kind.probed
-    monkeypatch.setattr(kind, "took", lambda self, _: took(self, 0.1 / self.configuration.workers))
-    monkeypatch.setattr(kind, "probed", lambda self, *_: probed(self, 0.05, 0.025))
+    took, share_took = kind.took, kind.share_took
+    monkeypatch.setattr(kind, "took", lambda self, _: took(self, 0.1 / self.present.workers))
+    monkeypatch.setattr(kind, "share_took", lambda self, way, _: share_took(self, way, 0.05))
 
 
 def choice_of(opt: BatchOptimizer) -> Any:
     """How far the choice has come."""
-    assert opt._function.policies.auto is not None
-    return opt._function.policies.auto.choice
+    assert opt._function.tuner is not None
+    return opt._function.tuner.search
 
 
 def has_chosen(opt: BatchOptimizer) -> bool:
     """Tell whether the choice was made."""
-    return bool(choice_of(opt).phase.name == "CHOSEN")
+    return bool(choice_of(opt).is_over)
 
 
 def parts(module: nn.Module) -> dict[str, Any]:
@@ -87,9 +86,9 @@ def test_f_and_its_gradient_are_those_of_one_process_whoever_evaluates(chunk_siz
             torch.testing.assert_close(opt.grad_parameters, gradient, rtol=1e-10, atol=1e-12)
             if has_chosen(opt):
                 break
-        assert len(opt.workers) == 2, choice_of(opt).reason
-        assert chunk_size is None or len(bits) == 1
         loss = opt.evaluate()
+        assert len(opt.workers) == 2, choice_of(opt)
+        assert chunk_size is None or len(bits) == 1
         state = opt.state_dict()
         assert state["parallelize"] == {"workers": 2, "threads": 1, "devices": [], "samples": 37}
         opt.load(case.inputs[:9], case.targets[:9])  # the choice is for batches of about that size
@@ -107,22 +106,23 @@ def test_f_and_its_gradient_are_those_of_one_process_whoever_evaluates(chunk_siz
 def test_four_workers_are_tried_then_two_with_two_threads_each(
     monkeypatch: pytest.MonkeyPatch, two_cores: None
 ) -> None:
-    for place in ("_function.auto", "_data.arguments"):
+    for place in ("_function.tuning", "_data.arguments"):
         monkeypatch.setattr(f"batchopt.{place}.usable_cores", lambda: 4)
     case, module = mlp(), Slow(0.0)
     expected, gradient = reference(module, case.criterion, case.inputs, case.targets)
     with BatchOptimizer(**parts(module)) as opt:
         kind = type(choice_of(opt))
-        took, probed, times = kind.took, kind.probed, {(1, None): 0.1, (4, 1): 0.09, (2, 2): 0.05}
-        monkeypatch.setattr(kind, "took", lambda self, _: took(self, times.get(self.configuration[:2], 0.2)))
-        monkeypatch.setattr(kind, "probed", lambda self, *_: probed(self, 0.03, 0.017))
+        took, share_took, times = kind.took, kind.share_took, {(1, None): 0.1, (4, 1): 0.09, (2, 2): 0.05}
+        monkeypatch.setattr(kind, "took", lambda self, _: took(self, times.get(self.present[:2], 0.2)))
+        monkeypatch.setattr(kind, "share_took", lambda self, way, _: share_took(self, way, 0.06 / way.workers**0.5))
         opt.load(case.inputs, case.targets)
         seen = set()
         while not has_chosen(opt):
             torch.testing.assert_close(opt.evaluate().item(), expected, rtol=1e-12, atol=0)
             torch.testing.assert_close(opt.grad_parameters, gradient, rtol=1e-10, atol=1e-12)
             seen.add(len(opt.workers))
-        assert seen == {1, 4, 2} and len(opt.workers) == 2, choice_of(opt).reason
+        opt.evaluate()
+        assert seen == {1, 4, 2} and len(opt.workers) == 2, choice_of(opt)
         assert opt.run_on_workers(lambda worker: torch.get_num_threads()) == [2, 2]
 
 
@@ -135,7 +135,7 @@ def test_a_batch_is_not_cut_where_that_would_change_f() -> None:
         opt.load(case.inputs, case.targets)
         for _ in range(12):
             torch.testing.assert_close(opt.evaluate().item(), expected)
-        assert len(opt.workers) == 1 and "statistics of a chunk" in choice_of(opt).reason
+        assert len(opt.workers) == 1 and "how the batch is cut" in choice_of(opt).reason
     with BatchOptimizer(**{**parts(Slow()), "criterion": lambda y, t: (y - t).square().mean().sqrt()}) as opt:
         opt.load(case.inputs, case.targets)
         for _ in range(12):
@@ -150,17 +150,17 @@ def test_a_batch_is_not_cut_where_that_would_change_f() -> None:
 def at_once(monkeypatch: pytest.MonkeyPatch, two_cores: None) -> Callable[[dict[tuple[int, int], float]], None]:
     """Devices, too, start as soon as they are expected to be faster; evaluations take these seconds, by the number of
     workers and of devices."""
-    monkeypatch.setattr("batchopt._function.choice.DEVICE", 0.0)
+    monkeypatch.setattr("batchopt._function.search.DEVICE", 1e-9)
     with BatchOptimizer(**parts(Mlp().double())) as opt:
         kind = type(choice_of(opt))
-    took, probed = kind.took, kind.probed
+    took, share_took = kind.took, kind.share_took
 
     def take(seconds: dict[tuple[int, int], float]) -> None:
         def of(found: Any) -> float:
-            return seconds[found.configuration.workers, len(found.configuration.devices)]
+            return seconds[found.present.workers, len(found.present.devices)]
 
         monkeypatch.setattr(kind, "took", lambda self, _: took(self, of(self)))
-        monkeypatch.setattr(kind, "probed", lambda self, *_: probed(self, 0.05, None))
+        monkeypatch.setattr(kind, "share_took", lambda self, way, _: share_took(self, way, 0.05))
 
     return take
 
@@ -189,8 +189,8 @@ def test_a_device_is_used_where_it_is_faster(at_once: Any) -> None:
         assert state["parallelize"]["devices"] == ["cpu:0"]
         opt.evaluate()
         assert [(worker.pid == os.getpid(), str(worker.device)) for worker in opt.workers] == [(False, "cpu:0")]
-        tried = set(choice_of(opt).outlook.times)
-        assert {len(one.devices) for one in tried} == {0, 1, 2} and "a worker on cpu:0" in choice_of(opt).reason
+        tried = set(choice_of(opt).times)
+        assert {len(one.devices) for one in tried} == {0, 1, 2} and "a worker on cpu:0" in str(choice_of(opt))
         with pytest.raises(ValueError, match="share memory"):
             hogwild(opt, (case.inputs, case.targets), lambda p: torch.optim.SGD(p, lr=1e-3), batch_size=8)
         opt.resize(2)  # on the cores
@@ -249,7 +249,7 @@ def test_where_a_device_fails_or_finds_another_f_the_choice_goes_on_without_it(a
     at_once({(1, 0): 0.1, (1, 1): 0.01, (2, 0): 0.05})
     with BatchOptimizer(**parts(Elsewhere(does)), devices=["cpu:0"]) as opt:
         found, where = chosen(opt)
-        assert len(found) == 1 and where == ["cpu", "cpu"] and "a worker on cpu:0 failed" in choice_of(opt).reason
+        assert len(found) == 1 and where == ["cpu", "cpu"] and "a worker on cpu:0 failed" in str(choice_of(opt))
 
 
 @pytest.mark.parametrize("resized", [False, True])
@@ -257,16 +257,16 @@ def test_an_interrupt_before_a_device_was_compared_leaves_it_unused_and_what_the
     at_once: Any, monkeypatch: pytest.MonkeyPatch, resized: bool
 ) -> None:
     at_once({(1, 0): 0.1, (1, 1): 0.01, (2, 0): 0.05, (3, 0): 0.2})
-    calls, compared = [], vars(sys.modules["batchopt._function.auto"])["_f"]
+    calls, compared = [], vars(sys.modules["batchopt._function.tuning"])["_values"]
 
-    def interrupted(*args: Any) -> float:
-        calls.append(args)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        found: float = compared(*args)
-        return found
+    def interrupted(engine: Any, cut: Any) -> Any:
+        if engine.workers.way.devices:
+            calls.append(cut)
+            if len(calls) == 1:
+                raise KeyboardInterrupt
+        return compared(engine, cut)
 
-    monkeypatch.setattr("batchopt._function.auto._f", interrupted)
+    monkeypatch.setattr("batchopt._function.tuning._values", interrupted)
     with BatchOptimizer(**parts(Elsewhere(other)), devices=["cpu:0"]) as opt:
         with pytest.raises(KeyboardInterrupt):
             chosen(opt)
@@ -301,7 +301,7 @@ def test_with_state_in_workers_their_number_is_one_per_core_and_stays() -> None:
     case = mlp()
     hooked: dict[str, Any] = {"prehook": lambda worker, sample: None}
     with BatchOptimizer(**parts(Mlp().double()), **hooked) as opt:
-        assert opt._function.policies.auto is None
+        assert opt._function.tuner is None
     with BatchOptimizer(**parts(Mlp().double())) as opt:
         opt.load(case.inputs, case.targets)
         expected = opt.evaluate()
@@ -310,7 +310,7 @@ def test_with_state_in_workers_their_number_is_one_per_core_and_stays() -> None:
         opt.resize(1)
         assert len(opt.workers) == 1 and has_chosen(opt)
         opt.resize("auto")
-        assert choice_of(opt).phase.name == "TIME"
+        assert not has_chosen(opt)
         opt.prehook = hooked["prehook"]
         assert len(opt.workers) == 2
         opt.resize("auto")
@@ -341,7 +341,7 @@ def test_mini_batches_and_functions_of_the_batch_go_on_as_before(capsys: pytest.
     assert workers == [2, 1]
     assert found[0][0] == found[1][0] and found[0][3] == found[1][3]
     assert torch.equal(found[0][1], found[1][1]) and torch.equal(found[0][2], found[1][2])
-    assert capsys.readouterr().err.count("parallelize='auto' is 2 workers, threads=1: measured") == 1
+    assert capsys.readouterr().err.count("evaluations are by 2 workers, threads=1: measured") == 1
 
 
 @pytest.mark.usefixtures("two_cores")
@@ -400,10 +400,10 @@ def locked(lock: Any, output: torch.Tensor, targets: torch.Tensor) -> torch.Tens
 @pytest.mark.parametrize(
     ("criterion", "reason"),
     [
-        (scaled, "workers compute something else than this process"),
-        (undefined_there, "workers compute something else than this process"),
-        (only_here, "workers cannot evaluate this"),
-        (whole_only, "a part of the batch cannot be evaluated"),
+        (scaled, "f or df/dX is another one there"),
+        (undefined_there, "f or df/dX is another one there"),
+        (only_here, "it cannot be evaluated there"),
+        (whole_only, "it cannot be evaluated there"),
         (functools.partial(locked, threading.Lock()), "cannot be sent"),
     ],
 )

@@ -22,18 +22,19 @@ def line() -> nn.Module:
 def faster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Whether small or large chunks are faster, by a clock of our own: the machine's may be busy."""
     with BatchOptimizer(line(), nn.MSELoss(), optimizer=None, chunk_size="auto") as opt:
-        sizes: Any = type(opt._function.policies.sizes)
-    took = sizes.took
+        assert opt._function.tuner is not None
+        search: Any = type(opt._function.tuner.search)
+    took = search.took
 
-    def timed(self: Any, engine: Any, seconds: float) -> None:
-        size = self.present or 10_000
-        took(self, engine, size / 1e6 if request.param == "small" else 1 / size)
+    def timed(self: Any, seconds: float) -> None:
+        size = self.present.chunk_size or 10_000
+        took(self, size / 1e4 if request.param == "small" else 1 / size)
 
-    monkeypatch.setattr(sizes, "took", timed)
+    monkeypatch.setattr(search, "took", timed)
     return str(request.param)
 
 
-def evaluated(module: nn.Module, evaluations: int = 16, **options: Any) -> BatchOptimizer:
+def evaluated(module: nn.Module, evaluations: int = 50, **options: Any) -> BatchOptimizer:
     opt = BatchOptimizer(module, nn.MSELoss(), optimizer=None, chunk_size="auto", **options)
     opt.load(X, Y)
     expected = nn.functional.mse_loss(module(X), Y).item()
@@ -69,7 +70,7 @@ def test_what_draws_is_not_cut_otherwise(faster: str) -> None:
     module = nn.Sequential(line(), nn.Dropout(0.5))
     with BatchOptimizer(module, nn.MSELoss(), optimizer=None, chunk_size="auto") as opt:
         opt.load(X, Y)
-        assert len({opt.evaluate().item() for _ in range(12)}) == 1
+        assert len({opt.evaluate().item() for _ in range(50)}) == 1
         assert size_of(opt) is None
 
 

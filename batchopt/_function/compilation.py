@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from batchopt._function.choice import Phase as Choosing
 from batchopt._function.reporter import warn
 from batchopt._function.step import Step
 from batchopt._machine.cores import share_cores
@@ -59,9 +58,9 @@ class Abandoned(BatchoptError):
 def abandon(engine: Engine, error: WorkerError) -> None:
     """Evaluate eagerly from now on, because a shortcut has found something else. Raises `Abandoned` in a step in which
     evaluations before went by it."""
-    if engine.policies.compilation is not None:
-        engine.policies.compilation.stop(engine, error)
-    what = "recorded" if engine.policies.compilation is None else "compiled"
+    if engine.compilation is not None:
+        engine.compilation.stop(engine, error)
+    what = "recorded" if engine.compilation is None else "compiled"
     warn(
         f"a {what} evaluation found something else than an eager one ({error.message}): evaluations are eager from "
         "here, and the step is made anew; does the loss depend on something that the module, the criterion and the "
@@ -139,11 +138,7 @@ class Compilation:
         """Have the workers evaluate by what there is for the program and the batch at hand. Raises `CompileError` if it
         `insists` and there is nothing."""
         step = engine.ready()
-        if (
-            not self.insists
-            and engine.policies.auto is not None
-            and engine.policies.auto.choice.phase is not Choosing.CHOSEN
-        ):
+        if not self.insists and engine.tuner is not None and not engine.tuner.is_settled:
             return  # one thing at a time is measured
         target = self._target_of(engine, step)
         if target != self._target:
@@ -188,7 +183,7 @@ class Compilation:
 
     def _target_of(self, engine: Engine, step: Step) -> Target:
         pieces = self._pieces = _pieces_of(step, self._pieces)
-        workers, (count, threads, _) = engine.workers, engine.workers.configuration
+        workers, (count, threads, *_) = engine.workers, engine.workers.way
         threads = threads or workers.backend.threads_each
         threads = threads or (torch.get_num_threads() if workers.alone else min(share_cores(count, None)))
         is_watched = workers.hooks != (None, None) or workers.mode.outputs
@@ -264,8 +259,6 @@ class Compilation:
     def _use(self, engine: Engine, libraries: dict[PieceForm, Artifact | str]) -> None:
         found = tuple(artifact for artifact in libraries.values() if isinstance(artifact, Artifact))
         engine.workers.evaluate_by(found)
-        if engine.policies.auto is not None:
-            engine.policies.auto.choice.settle()
         self.keys = tuple(sorted(artifact.key for artifact in found))
         if self.keys and self.expected is not None:
             if engine.settings.fixed_bits and not set(self.keys) <= set(self.expected):
@@ -326,7 +319,7 @@ def _obstacle(engine: Engine, step: Step, target: Target) -> str | None:
         return "there are hooks, which look at each forward"
     if engine.workers.mode.outputs:
         return "outputs are kept"
-    if any(worker.device.type != "cpu" for worker in engine.workers.infos) or engine.workers.configuration.devices:
+    if any(worker.device.type != "cpu" for worker in engine.workers.infos) or engine.workers.way.devices:
         return "only evaluations on CPUs are compiled"
     if len(target.forms) > FORMS:
         return f"the pieces have {len(target.forms)} forms, and each would be compiled"

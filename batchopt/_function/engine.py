@@ -25,30 +25,26 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from batchopt._data.batches import BatchSpecs
 from batchopt._function.attempt import Attempt
-from batchopt._function.auto import Auto
 from batchopt._function.checks import cut_differences, locate_nonfinite, refuse_frequencies
 from batchopt._function.compilation import DIFFERS, Compilation, abandon
-from batchopt._function.costs import Configuration
-from batchopt._function.fitting import Fitting, sizes_of
 from batchopt._function.observer import Evaluated, Observers
-from batchopt._function.orders import answers_to
-from batchopt._function.policy import Recordings
 from batchopt._function.prepared import PreparedBatch, with_denominators
 from batchopt._function.reader import BatchReader
 from batchopt._function.reporter import Reporter
+from batchopt._function.search import Way
 from batchopt._function.settings import Settings
-from batchopt._function.sizes import Sizes
 from batchopt._function.step import Counters, Found, History, Rows, Rules, Step
+from batchopt._function.tuning import Tuner
 from batchopt._function.workers import Workers
 from batchopt._machine.ownership import Owner, exclusive, sole, undisturbed
 from batchopt._mapreduce.answers import Answer, common_form, forms_of
-from batchopt._mapreduce.plan import Plan, choose_chunk_size, make_plan
+from batchopt._mapreduce.plan import Plan, choose_chunk_size, make_plan, plan_of
 from batchopt._mapreduce.reduce import Answers, reduce_answers, weighed
 from batchopt._mapreduce.speeds import Speeds
 from batchopt._program.flat_module import FlatModule, Gradient
@@ -62,15 +58,6 @@ from batchopt_workers.life import faults
 from batchopt_workers.wire.orders import Cut, Kind
 
 T = TypeVar("T")
-
-
-class Policies(NamedTuple):
-    """The policies of an engine, in the order in which they are asked; None for what is not up to one."""
-
-    auto: Auto | None
-    sizes: Sizes | Fitting | None
-    compilation: Compilation | None
-    recordings: Recordings | None
 
 
 class Engine:
@@ -96,12 +83,8 @@ class Engine:
         self.step: Step | None = None
         self.attempt: Attempt | None = None  # the outermost of those that are going on
         self.deals = False  # whether workers may divide columns instead of samples
-        self.policies = Policies(
-            Auto(subject, settings) if settings.automatic else None,
-            sizes_of(settings, subject.x.device),
-            Compilation(settings.compile is True) if settings.compile else None,
-            None if subject.x.is_cpu else Recordings(),
-        )
+        self.tuner = Tuner(self) if settings.automatic or settings.sizes_chunks else None
+        self.compilation = Compilation(settings.compile is True) if settings.compile else None
 
     # ---- state
 
@@ -202,8 +185,7 @@ class Engine:
             count = workers.load(prepared, weights)
             counters, *others = self.history
             self.history = History(counters.begun(), *others)
-            sizes = self.policies.sizes
-            chosen = self.settings.chunk_size if sizes is None else sizes.size_for(batch.size)
+            chosen = self.settings.chunk_size if self.tuner is None else self.tuner.size_for(batch.size)
             given = self.rules.chunk_size or chosen
             chunk_size = choose_chunk_size(batch.size, given, self.settings.deterministic)
             plan = workers.plan(batch.size, chunk_size)
@@ -216,8 +198,8 @@ class Engine:
             # samples that move to another worker are read again; with fixed chunks those are few
             moves = movable and (chunk_size is not None or not batch.is_kept)
             self.step = Step(self.history.counters.steps, batch, weights, chunk_size, plan, moves, rows)
-        if self.policies.auto is not None and self.rules.adapts:
-            self.policies.auto.loaded(batch.size, time.perf_counter() - began)
+        if self.tuner is not None and self.rules.adapts:
+            self.tuner.loaded(self, batch.size, time.perf_counter() - began)
         if self.rules.checks_cut and len(plan.cut.bounds) > 2:
             self._check_cut(plan.cut)
 
@@ -246,7 +228,7 @@ class Engine:
     ) -> torch.Tensor:
         """Return f at X (0-dim, float64) and set df/dX, by `map` and `reduce` or what overrides them."""
         if self.rules.adapts:
-            for policy in self.policies:
+            for policy in (self.tuner, self.compilation):
                 if policy is not None:
                     policy.before(self)
         owner, began = self._owner, time.perf_counter()
@@ -295,7 +277,7 @@ class Engine:
         if self.trials is not None:
             self.trials[-1] = Found(loss, terms)
         if self.rules.adapts:
-            for policy in self.policies:
+            for policy in (self.tuner, self.compilation):
                 if policy is not None:
                     policy.took(self, time.perf_counter() - began)
 
@@ -324,7 +306,7 @@ class Engine:
             except WorkerError as error:
                 if error.kinds[:1] == DIFFERS:
                     abandon(self, error)  # and now without it
-                elif self.policies.sizes is None or not self.policies.sizes.shrinks(self, error, plan.cut):
+                elif self.tuner is None or not self.tuner.shrinks(self, error, plan.cut):
                     raise
                 step = self.loaded()
                 plan = step.plan
@@ -345,10 +327,8 @@ class Engine:
     def _keep_chunks(self, plan: Plan) -> None:
         """Let the step's chunks not move any more, as numbers were drawn: other chunks would draw others."""
         step = self.step
-        if self.policies.sizes is not None:
-            self.policies.sizes.keep(self.loaded())
-        if step is not None and plan is step.plan and step.movable and step.chunk_size is None:
-            self.step = step._replace(movable=False)
+        if step is not None and plan is step.plan and not step.drew:
+            self.step = step._replace(movable=step.movable and step.chunk_size is not None, drew=True)
 
     @undisturbed
     def reduce(self, answers: Sequence[Answer]) -> torch.Tensor:
@@ -507,7 +487,7 @@ class Engine:
             try:
                 if workers.backend.begin_task(task, batch if task.aside else None, follow=now):
                     self.forget()
-                plan, answers = answers_to(self, task, batch, kind, cut)
+                plan, answers = self._answers_to(task, batch, kind, cut)
                 if answers.pattern.drew:
                     self._keep_chunks(plan)
                 workers.learn_from_task(answers)
@@ -518,6 +498,28 @@ class Engine:
             finally:
                 workers.backend.end_task()
                 self.observers.did(name, began)
+
+    def _answers_to(self, task: Task, batch: Batch, kind: Kind, cut: Cut | None) -> tuple[Plan, Answers]:
+        """Return the plan and the answers of a task that the workers have begun, in smaller chunks if they must be."""
+        workers = self.workers
+        while True:
+            plan = self._plan_of(task, batch, cut)
+            order = plan.order(workers.number(), self.history.counters.steps, kind)
+            try:
+                return plan, workers.backend.evaluate(plan.cut, order, plan.runs, self.observers.busy)
+            except WorkerError as error:
+                if cut is not None or self.tuner is None or not self.tuner.shrinks(self, error, plan.cut):
+                    raise
+
+    def _plan_of(self, task: Task, batch: Batch, cut: Cut | None) -> Plan:
+        """Return the step's plan for all terms of its batch, so that draws match its evaluations; else a new plan."""
+        if not task.aside and len(self.loaded().batch.parts) == len(batch.parts):
+            return self.loaded().plan
+        settings, speeds = self.settings, self.workers.speeds_of_tasks
+        if cut is not None:
+            return plan_of(cut, speeds)
+        given = settings.chunk_size if self.tuner is None else self.tuner.size_for(batch.size)
+        return make_plan(batch.size, choose_chunk_size(batch.size, given, settings.deterministic), speeds)
 
     # The same for callers from outside: `work_on` may be called while something works here.
     carry_out = exclusive(work_on)
@@ -539,27 +541,27 @@ class Engine:
     def freeze_workers(self) -> None:
         """Keep the number of workers from now on, if it is chosen automatically: they may have state of the user's."""
         self.check_open()
-        if self.policies.auto is not None:
-            self.policies.auto.freeze_workers(self)
+        if self.tuner is not None:
+            self.tuner.freeze_workers(self)
 
     @sole
     def resize(self, parallelize: int | str, speeds: Sequence[float] | None) -> None:
         """Change the number of workers; a batch has to be loaded again."""
         self.check_open()
-        automatic = self.policies.auto is not None and parallelize == "auto" and speeds is None
+        automatic = self.settings.automatic and parallelize == "auto" and speeds is None
 
         def between_steps() -> None:
             self.end_step()
             self.forget()
 
         self.workers.resize(1 if automatic else parallelize, speeds, between_steps)
-        if self.policies.auto is not None:
-            self.policies.auto.resized(self, automatic)
+        if self.tuner is not None:
+            self.tuner.resized(self, automatic)
 
-    def use(self, configuration: Configuration, step: Step | None = None) -> None:
+    def use(self, way: Way, step: Step | None = None) -> None:
         """Evaluate by other workers, and continue this step there; without one, a batch has to be loaded again."""
         self.forget()  # also if this is interrupted
-        self.workers.use(configuration)
+        self.workers.use(way)
         if step is not None:
             self.workers.load(self.workers.prepare(step.batch), step.weights)
             self.step = step._replace(plan=self.workers.plan(step.batch.size, step.chunk_size))
@@ -578,8 +580,8 @@ class Engine:
         if not self.workers.closed:
             self.end_step()
             self.reporter.close()
-            if self.policies.compilation is not None:
-                self.policies.compilation.close()
+            if self.compilation is not None:
+                self.compilation.close()
             self.workers.close()
             self.history = self.history._replace(outputs=None)
 

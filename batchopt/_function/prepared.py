@@ -104,8 +104,8 @@ def prepared(
     began, ahead = time.perf_counter(), Ahead(_turns_of(batches), prepare)
     for turn, found, specs in ahead:
         batch = PreparedBatch(engine, found, specs, batches, turn)
-        if engine.policies.auto is not None:
-            engine.policies.auto.waited(time.perf_counter() - began)
+        if engine.tuner is not None:
+            engine.tuner.waited(time.perf_counter() - began)
         with engine.observers.including(ReadsAhead(ahead)):
             try:
                 yield batch

@@ -48,8 +48,8 @@ def state_of(function: Engine, optimizer: torch.optim.Optimizer | None) -> dict[
         "speeds": list(workers.speeds.values),
         "seed": function.settings.seed,
         "weights": {name: term.weight for name, term in (function.reader.terms or {}).items()},
-        **({} if function.policies.auto is None else function.policies.auto.state()),
-        **({} if function.policies.compilation is None else {"compiled": [*function.policies.compilation.keys]}),
+        **(function.tuner.state() if function.tuner and function.settings.automatic else {}),
+        **({} if function.compilation is None else {"compiled": [*function.compilation.keys]}),
     }
 
 
@@ -78,8 +78,8 @@ def resume(
         module.load_state_dict(before, strict=False)
         rollback.back()
         raise
-    if state.get("parallelize") is not None and function.policies.auto is not None:
-        function.policies.auto.resume(state["parallelize"], function.settings.threads_per_worker)
+    if state.get("parallelize") is not None and function.tuner and function.settings.automatic:
+        function.tuner.resume(state["parallelize"], function.settings)
 
 
 def _adopt(function: Engine, state: Mapping[str, Any], terms: dict[str, Term] | None) -> None:
@@ -93,8 +93,8 @@ def _adopt(function: Engine, state: Mapping[str, Any], terms: dict[str, Term] | 
             stacklevel=3,
         )
     compiled = state.get("compiled", ())
-    if function.policies.compilation is not None:
-        function.policies.compilation.expected = tuple(compiled)
+    if function.compilation is not None:
+        function.compilation.expected = tuple(compiled)
     elif compiled and function.settings.fixed_bits:
         warnings.warn(
             "the evaluations before were compiled, and those from here are not: bits differ from here; give "

@@ -14,7 +14,7 @@ from batchopt._data import arguments
 from batchopt._data.batches import BatchSpec, BatchSpecs
 from batchopt._data.denominators import resolve_reduction
 from batchopt._data.terms import Term, read_terms
-from batchopt._function.costs import Configuration
+from batchopt._function.search import Way
 from batchopt._mapreduce.speeds import Speeds
 from batchopt.backends import BACKENDS, backend_class, effective_backend
 from batchopt.backends.base import Backend, CompressingBackend
@@ -106,7 +106,7 @@ class Settings:
         found["on_nonfinite"], found["nonfinite_errors"] = arguments.read_nonfinite(found["on_nonfinite"])
         found["compress"] = read_compress(found["compress"])
         if found["chunk_size"] == "auto":
-            found |= {"chunk_size": None, "sizes_chunks": True}
+            found |= {"chunk_size": None, "sizes_chunks": not torch.are_deterministic_algorithms_enabled()}
         found |= {"devices": None if automatic else devices, "parallelize": 1 if automatic else workers}
         settings = cls(**{**found, "terms": terms, "candidates": candidates})
         if settings.compress is not None and not issubclass(kind, CompressingBackend):
@@ -133,9 +133,9 @@ class Settings:
         is_its_own = devices is not None and [_indexed(one) for one in devices] == [_indexed(device)]
         return replace(self, devices=None if is_its_own else devices, automatic=False, candidates=())
 
-    def using(self, configuration: Configuration) -> Settings:
+    def using(self, way: Way) -> Settings:
         """Return these settings with other workers."""
-        workers, threads, devices = configuration
+        workers, threads, devices, _ = way
         return replace(self, parallelize=workers, threads_per_worker=threads, devices=devices or None)
 
     @property

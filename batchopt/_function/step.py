@@ -23,7 +23,8 @@ class Step(NamedTuple):
     while the batch is evaluated; False if that would change f, or take more time than it saves.
 
     Of its last evaluation: the `losses` of the terms, and the `changes` of buffers that the module does not have yet.
-    `ended`: the module has taken over changes; more evaluations start from the state before them.
+    `ended`: the module has taken over changes; more evaluations start from the state before them. `drew`: they drew
+    random numbers.
     """
 
     number: int
@@ -36,6 +37,7 @@ class Step(NamedTuple):
     losses: tuple[float, ...] = ()
     changes: torch.Tensor | None = None
     ended: bool = False
+    drew: bool = False
 
 
 class Counters(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from batchopt._data import arguments
 from batchopt._function.checks import refuse_frequencies
-from batchopt._function.costs import Configuration
+from batchopt._function.search import Way
 from batchopt._function.settings import Settings
 from batchopt._function.step import Step
 from batchopt._mapreduce.plan import NEW, Plan, make_plan, replan
@@ -316,13 +316,13 @@ class Workers:
         self._change_mode(threads=settings.threads_per_worker)
 
     @property
-    def configuration(self) -> Configuration:
+    def way(self) -> Way:
         """The number of workers, and of threads of each, and where they are."""
-        return Configuration(len(self.infos), self._settings.threads_per_worker, self._settings.devices or ())
+        return Way(len(self.infos), self._settings.threads_per_worker, self._settings.devices or ())
 
-    def use(self, configuration: Configuration) -> None:
+    def use(self, way: Way) -> None:
         """Evaluate by other workers. Raises what `Workers` raises."""
-        settings = self._settings.using(configuration)
+        settings = self._settings.using(way)
         self._placed = self._plan = None
         if not (settings.alone and self.alone):
             self._restart(settings)
@@ -338,9 +338,9 @@ class Workers:
         finally:
             self._change_mode(threads=self._settings.threads_per_worker)
 
-    def anticipate(self, configuration: Configuration) -> None:
+    def anticipate(self, way: Way) -> None:
         """Begin the slow part of starting these workers. Raises for faults that can be known before."""
-        settings = self._settings.using(configuration)
+        settings = self._settings.using(way)
         settings.backend_class.anticipate(setup_of(self._subject, settings))
 
     def can_start(self) -> bool:

@@ -7,13 +7,12 @@ So these tests are run in processes of their own, by `tests/test_cards.py`; by h
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from batchopt._machine.device_memory import MEMORY
 from batchopt_workers.shortcuts.recording import RECORDINGS, CudaRecording
 from tests import card
 from tests.card.recorded import Recorded
@@ -62,29 +61,8 @@ def simulated(device: torch.device) -> None:
         pytest.skip("what a card waits for is counted by the simulated one")
 
 
-class CardMemory:
-    """The memory of the simulated card."""
-
-    def __init__(self, device: torch.device) -> None:
-        pass
-
-    def free(self) -> int:
-        return card.free()
-
-    def taken_by(self, function: Callable[[], object]) -> int:
-        card.forget_most()
-        before = card.counts().allocated
-        function()
-        return card.counts().most - before
-
-    def release(self) -> None:
-        pass
-
-
 @pytest.fixture
 def memory(device: torch.device, simulated: None) -> Iterator[None]:
-    """Have the card's memory measured; a test may limit it."""
-    MEMORY[device.type] = CardMemory
+    """Have the card's memory limited by a test."""
     yield
     card.limit(None)
-    del MEMORY[device.type]
