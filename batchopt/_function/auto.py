@@ -235,12 +235,12 @@ class Auto:
         """Use the configuration that another run has chosen, if it fits the threads that were `given`, and the devices
         that may be used here."""
         devices = tuple(map(torch.device, state.get("devices", ())))
-        configuration = Configuration(state["workers"], state["threads"], devices)
-        on_cores = not devices and configuration.workers * (configuration.threads or 1) <= usable_cores()
+        configuration, samples = Configuration(state["workers"], state["threads"], devices), int(state["samples"])
+        on_cores = not devices and 0 < configuration.workers * (configuration.threads or 1) <= usable_cores()
         fits = on_cores or configuration in self.choice.outlook.on_devices
         if fits and given in (None, configuration.threads):
             self.choice.choose("resumed", configuration)
-            self._size = state["samples"]
+            self._size = samples
 
 
 def _different(configuration: Configuration, there: float, here: float) -> str:
