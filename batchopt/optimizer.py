@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 import torch
 
-from batchopt._checkpoint import file
 from batchopt._data import arguments
 from batchopt._data.terms import Term
+from batchopt._function import checkpoint
 from batchopt._function.closure import Closure, of_second_derivatives
 from batchopt._function.ending import Ending
 from batchopt._function.engine import Engine
 from batchopt._function.prepared import PreparedBatch, prepared
-from batchopt._function.resumption import ENTRIES, resume, state_of
+from batchopt._function.resumption import ENTRIES, resuming, state_of
 from batchopt._function.settings import Settings
 from batchopt._function.stepping import Stepping
 from batchopt._function.workers import anticipate
@@ -492,9 +492,9 @@ class BatchOptimizer(Studies):
         """
         self._function.check_open()
         self._owner.check_between_steps("load_state_dict")
-        resume(self._function, self.optimizer, self._rollback, state)
-        if self._history is not None:
-            self._history.load_state_dict(state.get("course", {"rows": [], "seconds": 0.0}))
+        with resuming(self._function, self.optimizer, self._rollback, state):
+            if self._history is not None:
+                self._history.load_state_dict(state.get("course", {"rows": [], "seconds": 0.0}))
 
     @exclusive
     def save(
@@ -522,7 +522,7 @@ class BatchOptimizer(Studies):
         state, layout = self.state_dict(), self._function.subject.flat.layout
         if taken := ENTRIES & extra.keys():
             raise ValueError(f"`extra` has {sorted(taken)}, which state_dict() has: call them something else")
-        self._function.workers.backend.once(lambda: file.write(path, {**state, **extra}, layout))
+        self._function.workers.backend.once(lambda: checkpoint.write(path, {**state, **extra}, layout))
 
     @exclusive
     def load_checkpoint(
@@ -537,7 +537,7 @@ class BatchOptimizer(Studies):
         """
         self._function.check_open()
         self._owner.check_between_steps("load_checkpoint")
-        state = file.read(path, self._function.subject.flat.layout)
+        state = checkpoint.read(path, self._function.subject.flat.layout)
         try:
             if take is not None:
                 take({name: value for name, value in state.items() if name not in ENTRIES})

@@ -14,7 +14,7 @@ LINES_OF_A_FILE = 600
 FLOORS = (
     ("batchopt_workers",),
     ("batchopt.errors",),
-    ("batchopt._machine", "batchopt._checkpoint"),
+    ("batchopt._machine",),
     ("batchopt._data", "batchopt._program", "batchopt._mapreduce"),
     ("batchopt.backends", "batchopt.optim"),
     ("batchopt._function",),

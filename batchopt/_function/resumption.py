@@ -1,17 +1,17 @@
-"""The state that is saved, and resuming from one after checks that it fits, before anything is changed."""
+"""The state that is saved, and resuming from one: it is tried, and undone if anything in it does not fit."""
 
 from __future__ import annotations
 
 import math
-import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from batchopt._data.terms import Term, reweighed
+from batchopt._data.terms import reweighed
 from batchopt._function.step import Counters, History
 from batchopt._mapreduce.speeds import Speeds
 from batchopt.optim.choose import check_options
@@ -20,10 +20,9 @@ if TYPE_CHECKING:
     from batchopt._function.engine import Engine
     from batchopt.optim.rollback import Rollback
 
-# Entries of every state; `weights` and `optimizer_class` are not in older ones, and `parallelize` only in those of
-# `parallelize="auto"`, `compiled` in those of `compile`. Those of earlier versions may have `residuals`.
-_ENTRIES = ("module", "optimizer", "history", "speeds", "seed")
-ENTRIES = frozenset((*_ENTRIES, "optimizer_class", "weights", "residuals", "parallelize", "compiled", "course"))
+# The last three are in states of `parallelize="auto"`, `compile` and `history` alone.
+ENTRIES = {"module", "optimizer", "optimizer_class", "history", "speeds", "seed", "weights"}
+ENTRIES |= {"parallelize", "compiled", "course"}
 
 
 def class_of(optimizer: torch.optim.Optimizer | None) -> str | None:
@@ -39,13 +38,12 @@ def class_of(optimizer: torch.optim.Optimizer | None) -> str | None:
 
 def state_of(function: Engine, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     """Return the state of a function and its optimizer, as `BatchOptimizer.state_dict` documents it."""
-    workers, history = function.workers, function.history
     return {
         "module": function.synced().module.state_dict(),
         "optimizer": optimizer.state_dict() if optimizer is not None else None,
         "optimizer_class": class_of(optimizer),
-        "history": history.counters.state_dict(),
-        "speeds": list(workers.speeds.values),
+        "history": function.history.counters.state_dict(),
+        "speeds": list(function.workers.speeds.values),
         "seed": function.settings.seed,
         "weights": {name: term.weight for name, term in (function.reader.terms or {}).items()},
         **(function.tuner.state() if function.tuner and function.settings.automatic else {}),
@@ -53,60 +51,79 @@ def state_of(function: Engine, optimizer: torch.optim.Optimizer | None) -> dict[
     }
 
 
-def resume(
+@contextmanager
+def resuming(
     function: Engine, optimizer: torch.optim.Optimizer | None, rollback: Rollback, state: dict[str, Any]
-) -> None:
-    """Continue from what `state_of` returned. Raises what `check_state` raises, and what torch raises for other shapes;
-    then nothing is changed."""
-    check_state(state, optimizer, function.settings.seed)
-    weights = state.get("weights")  # absent in older states
-    terms = reweighed(function.reader.terms, weights) if weights else function.reader.terms
-    function.end_step()
-    module = function.subject.module
-    before = {key: value.clone() for key, value in module.state_dict().items() if torch.is_tensor(value)}
-    rollback.take(optimizer)
-    try:
+) -> Iterator[None]:
+    """Continue from what `state_of` returned, and do what the block does; a batch has to be loaded again.
+
+    If anything of this fails, all is as before: `ValueError` or `TypeError` for a state of something else or of another
+    form, and what torch raises for other shapes."""
+    module, workers = function.subject.module, function.workers
+    with _undone_on_failure(function, optimizer, rollback):
+        _check_origin(state, optimizer, function.settings.seed)
+        counters, speeds = Counters(**state["history"]).checked(), tuple(state["speeds"])
+        if not all(speed is None or 0 <= speed < math.inf for speed in speeds):
+            raise ValueError(f"`speeds` of the state must be finite numbers >= 0, or None; got {speeds}")
+        if state["weights"]:
+            function.reader.terms = reweighed(function.reader.terms, state["weights"])
+        dtypes = {key: value.dtype for key, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
         module.load_state_dict(state["module"])
         if optimizer is not None:
             # torch's optimizers would share tensors with the optimizer whose state this is
             optimizer.load_state_dict(deepcopy(state["optimizer"]))
-            if all(value.dtype == state["module"][key].dtype for key, value in before.items()):
+            if all(state["module"][key].dtype == dtype for key, dtype in dtypes.items()):
                 _restore_dtypes(optimizer, state["optimizer"])
             check_options(optimizer)
-        _adopt(function, state, terms)
-    except BaseException:
+        compiled = tuple(state.get("compiled", ()))
+        if compiled and function.compilation is None and function.settings.fixed_bits:
+            message = (
+                "the evaluations before were compiled, and bits differ from here: compile=True keeps them the same"
+            )
+            warnings.warn(message, RuntimeWarning, stacklevel=4)
+        yield
+        if state.get("parallelize") is not None and function.tuner and function.settings.automatic:
+            function.tuner.resume(state["parallelize"], function.settings)
+        function.history = History(counters, function.history.hook_results)
+    function.forget()
+    if function.compilation is not None:
+        function.compilation.expected = compiled
+    if len(speeds) == len(workers.infos) and not workers.speeds.fixed:
+        workers.set_speeds(Speeds(speeds))
+
+
+@contextmanager
+def _undone_on_failure(function: Engine, optimizer: torch.optim.Optimizer | None, rollback: Rollback) -> Iterator[None]:
+    """Put everything back if the block fails. The attributes of an optimizer, and of one within it, are kept as they
+    are: `load_state_dict` makes others."""
+    module, history, terms = function.subject.module, function.history, function.reader.terms
+    before = deepcopy(module.state_dict())
+    parts = [] if optimizer is None else [optimizer, *vars(optimizer).values()]
+    attributes = [(vars(part), {**vars(part)}) for part in parts if isinstance(part, torch.optim.Optimizer)]
+    rollback.take(optimizer)
+    try:
+        yield
+    except BaseException as error:
+        function.history, function.reader.terms = history, terms
+        for now, then in attributes:
+            now.clear()
+            now.update(then)
         module.load_state_dict(before, strict=False)
         rollback.back()
+        if isinstance(error, (AttributeError, LookupError)):
+            raise ValueError(f"the state is not what state_dict() returns: {type(error).__name__}: {error}") from error
         raise
-    if state.get("parallelize") is not None and function.tuner and function.settings.automatic:
-        function.tuner.resume(state["parallelize"], function.settings)
 
 
-def _adopt(function: Engine, state: Mapping[str, Any], terms: dict[str, Term] | None) -> None:
-    """Continue from the state; from its speeds only if the number of workers matches. A batch has to be loaded
-    again."""
-    workers, speeds = function.workers, state["speeds"]
-    if state.get("residuals"):
-        warnings.warn(
-            "the state contains compression residuals, which are dropped: they begin with 0 in each run",
-            RuntimeWarning,
-            stacklevel=3,
+def _check_origin(state: Mapping[str, Any], optimizer: torch.optim.Optimizer | None, seed: int) -> None:
+    if state["seed"] != seed:
+        raise ValueError(f"`seed` is {seed} here and {state['seed']!r} in the state: give the BatchOptimizer that one")
+    there, here = state["optimizer_class"], class_of(optimizer)
+    if there not in (here, *getattr(optimizer, "reads_states_of", ())):
+        raise ValueError(
+            f"the optimizer of the state is {there} and this one is {here}, which cannot resume from it: build the "
+            f"BatchOptimizer with {there}, or take over the module alone: module.load_state_dict(state['module'])"
         )
-    compiled = state.get("compiled", ())
-    if function.compilation is not None:
-        function.compilation.expected = tuple(compiled)
-    elif compiled and function.settings.fixed_bits:
-        warnings.warn(
-            "the evaluations before were compiled, and those from here are not: bits differ from here; give "
-            "compile=True to resume with the same bits",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-    function.reader.terms = terms
-    function.history = History(Counters(**state["history"]), function.history.hook_results)
-    function.forget()
-    if len(speeds) == len(workers.infos) and not workers.speeds.fixed:
-        workers.set_speeds(Speeds(tuple(speeds)))
 
 
 def _restore_dtypes(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
@@ -122,129 +139,3 @@ def _restore_dtypes(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) 
             loaded = memory.get(key)
             if isinstance(saved, torch.Tensor) and isinstance(loaded, torch.Tensor) and loaded.dtype != saved.dtype:
                 memory[key] = saved.to(loaded.device, copy=True)
-
-
-def check_state(state: Any, optimizer: torch.optim.Optimizer | None, seed: int) -> None:
-    """Raise `ValueError` or `TypeError`, which name the entry, unless a BatchOptimizer with that `optimizer` and `seed`
-    can continue from `state`, as far as its form shows."""
-    _check_mapping("the state", state)
-    missing = [name for name in _ENTRIES if name not in state]
-    if missing:
-        raise ValueError(f"the state lacks {missing}: it is not what state_dict() returns")
-    if state["seed"] != seed:
-        raise ValueError(
-            f"`seed` is {seed} here and {state['seed']!r} in the state: build the BatchOptimizer with that seed"
-        )
-    _check_mapping("`module` of the state", state["module"])
-    _check_history(state["history"])
-    _check_speeds(state["speeds"])
-    _check_choice(state.get("parallelize"))
-    _check_compiled(state.get("compiled", []))
-    _check_course(state.get("course"))
-    _check_optimizer(state["optimizer"], state.get("optimizer_class"), optimizer)
-
-
-def _check_mapping(what: str, given: Any) -> None:
-    if not isinstance(given, Mapping):
-        raise TypeError(f"{what} must be a dict, as state_dict() returns; got {type(given).__name__}")
-
-
-def _check_history(history: Any) -> None:
-    _check_mapping("`history` of the state", history)
-    known = [*Counters._fields]
-    unknown = [name for name in history if name not in known]
-    if unknown:
-        raise ValueError(f"`history` of the state has unknown {unknown}: the entries are {known}")
-    for name, value in history.items():
-        if not _HISTORY.get(name, _is_count)(value):
-            raise ValueError(f"`history` of the state has {name} {value!r}, which is not a valid value")
-
-
-def _check_speeds(speeds: Any) -> None:
-    is_sequence = isinstance(speeds, Sequence) and not isinstance(speeds, (str, bytes))
-    if not is_sequence or not all(speed is None or (_is_number(speed) and 0 <= speed < math.inf) for speed in speeds):
-        raise ValueError(f"`speeds` of the state must be a list of finite numbers >= 0, or None; got {speeds!r}")
-
-
-def _check_choice(choice: Any) -> None:
-    if choice is None:
-        return
-    _check_mapping("`parallelize` of the state", choice)
-    found = choice.get("workers"), choice.get("threads") or 1, choice.get("samples")
-    if not all(map(_is_count, found)) or 0 in found[:2]:
-        raise ValueError(f"`parallelize` of the state is {choice!r}, which is not a valid value")
-    devices = choice.get("devices", [])
-    if not isinstance(devices, list) or not all(map(_is_device, devices)):
-        raise ValueError(f"`parallelize` of the state has the devices {devices!r}, which is not a valid value")
-
-
-def _check_course(given: Any) -> None:
-    if given is None:
-        return
-    _check_mapping("`course` of the state", given)
-    if not isinstance(given.get("rows"), list) or not isinstance(given.get("seconds"), float):
-        raise ValueError("`course` of the state must have the `rows` and the `seconds` of a history")
-
-
-def _check_compiled(keys: Any) -> None:
-    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
-        raise ValueError(f"`compiled` of the state must be a list of names; got {keys!r}")
-
-
-def _is_device(name: Any) -> bool:
-    """Tell whether this is the name of a device."""
-    try:
-        return isinstance(name, str) and bool(torch.device(name))
-    except RuntimeError:
-        return False
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-# Which entries of the history are valid; all others are counts.
-_HISTORY: dict[str, Callable[[Any], bool]] = {
-    "loss": _is_number,
-    "paused": lambda value: isinstance(value, bool),
-    "losses": lambda value: isinstance(value, str) and re.fullmatch("([0-9a-f]{64})?", value) is not None,
-    "terms": lambda value: (
-        isinstance(value, Mapping) and all(isinstance(k, str) and _is_number(v) for k, v in value.items())
-    ),
-}
-
-
-def _check_optimizer(state: Any, kind: Any, optimizer: torch.optim.Optimizer | None) -> None:
-    if (state is None) != (optimizer is None):
-        raise ValueError("the state and this BatchOptimizer must both have an optimizer, or neither")
-    if optimizer is None:
-        return
-    _check_mapping("`optimizer` of the state", state)
-    groups = state.get("param_groups")
-    if not isinstance(state.get("state"), Mapping) or not isinstance(groups, Sequence):
-        raise ValueError(
-            "`optimizer` of the state lacks its `state` or its `param_groups`: it is no state of an optimizer"
-        )
-    for group in groups:
-        _check_mapping("each of `param_groups` of the state", group)
-    for memory in state["state"].values():
-        _check_mapping("what the optimizer of the state remembers of each parameter", memory)
-    here = class_of(optimizer)
-    if kind is not None:
-        if kind != here and kind not in getattr(optimizer, "reads_states_of", ()):
-            raise ValueError(
-                f"the optimizer of the state is {kind} and this one is {here}, which cannot resume from it: build the "
-                f"BatchOptimizer with {kind}, or take over the module alone: module.load_state_dict(state['module'])"
-            )
-        return
-    for group, other in zip(optimizer.param_groups, groups, strict=False):
-        lacking = sorted(name for name in group if name not in other)
-        if lacking:
-            raise ValueError(
-                f"the optimizer of the state does not say its class, and lacks the options {lacking} of {here}: it is "
-                "of another class; build the BatchOptimizer with the optimizer that wrote it"
-            )

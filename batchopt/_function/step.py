@@ -84,8 +84,17 @@ class Counters(NamedTuple):
         return hashlib.sha256(bytes.fromhex(self.losses) + counters + vector).hexdigest()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return numbers, a string and a dict of numbers; `Counters(**state)` is the inverse."""
+        """Return numbers, a string and a dict of numbers; `Counters(**state).checked()` is the inverse."""
         return {**self._asdict(), "terms": dict(self.terms)}
+
+    def checked(self) -> Counters:
+        """Return the counters of a state, if they are some: raise `ValueError` or `TypeError` otherwise."""
+        for name, default in Counters().state_dict().items():
+            value = getattr(self, name)
+            if type(value) is not type(default) or (type(value) is int and value < 0):
+                raise ValueError(f"`history` of the state has {name} {value!r}, which is not a valid value")
+        bytes.fromhex(self.losses)
+        return self._replace(terms={name: float(loss) for name, loss in self.terms.items()})
 
 
 class Found(NamedTuple):

@@ -90,7 +90,7 @@ class History(Observer):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""
-        self.rows, self._seconds = [*state["rows"]], state["seconds"]
+        self.rows, self._seconds = [dict(row) for row in state["rows"]], float(state["seconds"])
 
     def draw(self, path: str | os.PathLike[str] | None = None, columns: Sequence[str] = ("f", "gradient")) -> Figure:
         """Return a figure of `columns` over evaluations, on a logarithmic scale; also written to `path`. Raises

@@ -1,1 +1,0 @@
-"""Saving and resuming: one file of plain data, written completely or not at all."""
