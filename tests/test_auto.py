@@ -141,6 +141,12 @@ def test_a_batch_is_not_cut_where_that_would_change_f() -> None:
         for _ in range(12):
             opt.evaluate()
         assert len(opt.workers) == 1 and "how the batch is cut" in choice_of(opt).reason
+    with BatchOptimizer(**parts(nn.Sequential(Slow(), nn.Dropout()))) as opt:
+        opt.load(case.inputs, case.targets)
+        found = set()
+        while not has_chosen(opt):
+            found.add(opt.evaluate().item())
+        assert len(found) == 1 and len(opt.workers) == 1 and "draw random numbers" in choice_of(opt).reason
 
 
 # ---- devices: "cpu:0" stands for one, as its worker has copies of X and the module

@@ -116,8 +116,11 @@ class Tuner:
         search, step = self.search, engine.step
         if self.is_settled and self._way == search.present and self._may_halve is not None:
             return
-        if step is None or step.ended or (step.drew and not engine.settings.fixed_bits):
-            return  # other chunks would draw other random numbers
+        if step is None or step.ended:
+            return
+        is_whole = step.plan.cut.chunks == 1 and search.present.is_here and search.present.chunk_size is None
+        if step.drew and not (is_whole or engine.settings.fixed_bits):  # other chunks would draw other random numbers
+            return
         if self._may_halve is None and step.batch.size > 1:
             found = [one.decided for one in cut_differences(engine, step.batch.size)]
             self._may_halve = normalises_by_chunk(engine.subject.module) is None and not any(found)
