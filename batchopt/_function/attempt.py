@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from batchopt._function.engine import Engine
+from batchopt._function.evaluating import Evaluating
 
 
 class Attempt:
     """Keeps the history and the step of an engine, and puts both back if the body raises, with the buffers of a step
     that the body has begun or evaluated. A batch has to be loaded again if the body has loaded another one."""
 
-    def __init__(self, engine: Engine, name: str) -> None:
+    def __init__(self, engine: Evaluating, name: str) -> None:
         """Observers are told that `name` was done."""
         self._engine, self._name, self._began = engine, name, time.perf_counter()
-        history, self._step, self._outer = engine.history, engine.step, engine.attempt
+        history, self._step, self._outer = engine.history, engine.step, engine.begun
         self.history = history if history.outputs is None else history._replace(outputs=None)  # they may be large
         self._is_undone = False
 
     def __enter__(self) -> None:
-        self._engine.attempt = self._outer or self
+        self._engine.begun = self._outer or self.history
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         engine = self._engine
@@ -29,7 +27,7 @@ class Attempt:
             if kind is not None:
                 self.undo()
         finally:
-            engine.attempt = self._outer
+            engine.begun = self._outer
             engine.observers.did(self._name, self._began)
 
     def undo(self) -> None:

@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from batchopt._data.batches import BatchSpec
 from batchopt._data.denominators import is_torchs_own
+from batchopt._function.evaluating import Evaluating
 from batchopt._mapreduce.answers import Answer
 from batchopt._mapreduce.plan import runs, split_batch
 from batchopt.backends.base import Backend
@@ -20,13 +21,9 @@ from batchopt.errors import NonFiniteError, WorkerError, WorkerLostError
 from batchopt_workers.batch.batch import Batch, Columns, Part
 from batchopt_workers.batch.weighting import Weighting
 from batchopt_workers.functions.cut_losses import CutLosses, Rounding
-from batchopt_workers.functions.inspection import counts_frequencies, name_of
 from batchopt_workers.functions.task import PieceFunction, Task
 from batchopt_workers.wire.orders import Cut, Kind, Order
 from batchopt_workers.wire.structures import all_finite
-
-if TYPE_CHECKING:
-    from batchopt._function.engine import Engine
 
 # Tolerances relative to the parts' magnitude: rounding of the parameters' dtype, or of a solver inside the loss.
 TOLERANCES = {torch.float64: 1e-5, torch.float32: 2e-4}
@@ -93,7 +90,7 @@ def decide_random(draws: Sequence[Drawn]) -> bool | None:
     return False if SEEN * error < least else None
 
 
-def cut_differences(engine: Engine, largest: int) -> list[Difference]:
+def cut_differences(engine: Evaluating, largest: int) -> list[Difference]:
     """Return the terms of the loaded batch whose loss depends on how it is cut, judged by some samples of each, as far
     as those of the `largest` chunk show.
 
@@ -120,12 +117,12 @@ def cut_differences(engine: Engine, largest: int) -> list[Difference]:
     return found
 
 
-def _losses(engine: Engine, losses: CutLosses, rows: list[tuple[int, int]]) -> torch.Tensor:
+def _losses(engine: Evaluating, losses: CutLosses, rows: list[tuple[int, int]]) -> torch.Tensor:
     """Evaluate `losses` for rows of its inputs."""
     return _collected(engine, losses, rows)
 
 
-def _rounding(engine: Engine, losses: CutLosses) -> float:
+def _rounding(engine: Evaluating, losses: CutLosses) -> float:
     """Return the rounding error of the loss of all samples; 0, which excuses nothing, where it has no gradient, or one
     that is not finite."""
     try:
@@ -135,7 +132,7 @@ def _rounding(engine: Engine, losses: CutLosses) -> float:
     return error if math.isfinite(error) else 0.0
 
 
-def _collected(engine: Engine, function: PieceFunction, rows: list[tuple[int, int]]) -> torch.Tensor:
+def _collected(engine: Evaluating, function: PieceFunction, rows: list[tuple[int, int]]) -> torch.Tensor:
     part = Part(Columns(torch.tensor(rows)), None, None, Weighting("mean", len(rows)))
     use, cut = partial(engine.put_together, samples=len(rows)), Cut((0, len(rows)))
     found: torch.Tensor = engine.work_on(Task(function, aside=True), Batch((part,)), Kind.COLLECT, use, cut)
@@ -173,26 +170,7 @@ def _is_asked(part: Part, spec: BatchSpec) -> bool:
     return not is_known or spec.denominators is not None or spec.collate is not None
 
 
-def refuse_frequencies(
-    module: torch.nn.Module, workers: int | None, batch: Batch | None = None, chunks: int = 1
-) -> None:
-    """Raise `ValueError` for a layer whose gradient counts how often an entry occurs in a forward, if the batch takes
-    several forwards."""
-    forwards = chunks
-    if batch is not None and not batch.is_of_columns:
-        listed = [not isinstance(part.inputs, Columns) and part.collate is None for part in batch.parts]
-        uncut = sum(part.size if one_each else 1 for part, one_each in zip(batch.parts, listed, strict=True))
-        forwards = max(chunks, uncut - len(batch.parts) + 1)
-    part = None if workers == 1 and forwards == 1 else counts_frequencies(module)
-    if part is not None:
-        raise ValueError(
-            f"'{name_of(part, module)}' ({type(part).__name__}) has scale_grad_by_freq: it divides gradients by how "
-            "often an entry is in a forward, which has a chunk of the batch; use parallelize=1 without chunk_size "
-            "(and with collate_fn for a list of samples), or scale_grad_by_freq=False"
-        )
-
-
-def locate_nonfinite(engine: Engine, kind: Kind, cut: Cut, batch: Batch, name: str = "gradient") -> NonFiniteError:
+def locate_nonfinite(engine: Evaluating, kind: Kind, cut: Cut, batch: Batch, name: str = "gradient") -> NonFiniteError:
     """Return the error for the evaluation or task that follows, which is not finite. Evaluates again, without hooks, to
     find the origin. `name` describes the result other than the loss."""
     counters, workers = engine.history.counters, engine.workers

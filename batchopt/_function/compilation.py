@@ -15,10 +15,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from enum import Enum
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from batchopt._function.evaluating import Evaluating
 from batchopt._function.reporter import warn
 from batchopt._function.step import Step
 from batchopt._machine.cores import share_cores
@@ -35,9 +36,6 @@ from batchopt_workers.wire.failures import names_of
 from batchopt_workers.wire.orders import Cut
 from batchopt_workers.wire.packing import pack
 
-if TYPE_CHECKING:
-    from batchopt._function.engine import Engine
-
 # Evaluations of each kind that are timed, and the gain from which compiled ones are kept.
 TIMED, GAIN = 5, 1.02
 # Versions of a program that are compiled, one after the other, before "auto" gives up.
@@ -53,22 +51,6 @@ DIFFERS = names_of((Differs,))
 class Abandoned(BatchoptError):
     """A step was begun with evaluations by a shortcut that found something else than eager ones; it is to be made
     anew."""
-
-
-def abandon(engine: Engine, error: WorkerError) -> None:
-    """Evaluate eagerly from now on, because a shortcut has found something else. Raises `Abandoned` in a step in which
-    evaluations before went by it."""
-    if engine.compilation is not None:
-        engine.compilation.stop(engine, error)
-    what = "recorded" if engine.compilation is None else "compiled"
-    warn(
-        f"a {what} evaluation found something else than an eager one ({error.message}): evaluations are eager from "
-        "here, and the step is made anew; does the loss depend on something that the module, the criterion and the "
-        "batch do not hold?"
-    )
-    attempt, now = engine.attempt, engine.history.counters.evaluations
-    if attempt is not None and now > attempt.history.counters.evaluations:
-        raise Abandoned(f"a {what} evaluation found something else than an eager one") from error
 
 
 class Stage(Enum):
@@ -134,12 +116,10 @@ class Compilation:
 
     # ---- between evaluations
 
-    def before(self, engine: Engine) -> None:
+    def before(self, engine: Evaluating) -> None:
         """Have the workers evaluate by what there is for the program and the batch at hand. Raises `CompileError` if it
         `insists` and there is nothing."""
         step = engine.ready()
-        if not self.insists and engine.tuner is not None and not engine.tuner.is_settled:
-            return  # one thing at a time is measured
         target = self._target_of(engine, step)
         if target != self._target:
             self._target = None
@@ -150,7 +130,7 @@ class Compilation:
         if self.phase is Stage.COMPILING:
             self._take(engine, target)
 
-    def took(self, engine: Engine, seconds: float) -> None:
+    def took(self, engine: Evaluating, seconds: float) -> None:
         """Count the time of an evaluation, and decide once there were enough."""
         kind = bool(self.keys)
         times = self._seconds[kind]
@@ -166,7 +146,7 @@ class Compilation:
                 self.phase = Stage.COMPILED
                 engine.observers.decided("%s", self)
 
-    def stop(self, engine: Engine, error: WorkerError) -> None:
+    def stop(self, engine: Evaluating, error: WorkerError) -> None:
         """Evaluate eagerly from now on, because a compiled evaluation has found something else."""
         self.insists = False
         self._stay_eager(engine, f"compiled evaluations found something else: {error.message}")
@@ -181,7 +161,7 @@ class Compilation:
 
     # ---- what there is to compile
 
-    def _target_of(self, engine: Engine, step: Step) -> Target:
+    def _target_of(self, engine: Evaluating, step: Step) -> Target:
         pieces = self._pieces = _pieces_of(step, self._pieces)
         workers, (count, threads, *_) = engine.workers, engine.workers.way
         threads = threads or workers.backend.threads_each
@@ -190,7 +170,7 @@ class Compilation:
         forms = frozenset(pieces.found)
         return Target(workers.backend.version, TorchSettings.current(), threads, is_watched, forms)
 
-    def _begin(self, engine: Engine, step: Step, target: Target) -> None:
+    def _begin(self, engine: Evaluating, step: Step, target: Target) -> None:
         """Find what is known for the target; request what is not."""
         self.phase = Stage.EAGER
         self._compiler = self._compiler or engine.workers.backend.compiler()
@@ -211,7 +191,7 @@ class Compilation:
             return
         self.phase = Stage.COMPILING
 
-    def _request(self, engine: Engine, target: Target, pieces: list[PackedPiece]) -> None:
+    def _request(self, engine: Evaluating, target: Target, pieces: list[PackedPiece]) -> None:
         program = PickledProgram(engine.workers.program, engine.subject.parameters).packed
         parameters = pack(engine.subject.parameters).placements
         request = Request(
@@ -230,7 +210,7 @@ class Compilation:
 
     # ---- what came of it
 
-    def _take(self, engine: Engine, target: Target) -> None:
+    def _take(self, engine: Evaluating, target: Target) -> None:
         """Use what was compiled, if it is there by now."""
         there = self._libraries[target.without_forms]
         if not target.forms <= there.keys():
@@ -256,7 +236,7 @@ class Compilation:
         self._took += reply.seconds
         there |= reply.found
 
-    def _use(self, engine: Engine, libraries: dict[PieceForm, Artifact | str]) -> None:
+    def _use(self, engine: Evaluating, libraries: dict[PieceForm, Artifact | str]) -> None:
         found = tuple(artifact for artifact in libraries.values() if isinstance(artifact, Artifact))
         engine.workers.evaluate_by(found)
         self.keys = tuple(sorted(artifact.key for artifact in found))
@@ -268,12 +248,12 @@ class Compilation:
                 )
             self.expected = None
 
-    def _refuse(self, engine: Engine, reason: str) -> None:
+    def _refuse(self, engine: Evaluating, reason: str) -> None:
         if self.insists:
             raise CompileError(f"compile=True, but this cannot be compiled: {reason}; use compile='auto' or False")
         self._stay_eager(engine, reason)
 
-    def _stay_eager(self, engine: Engine, reason: str) -> None:
+    def _stay_eager(self, engine: Evaluating, reason: str) -> None:
         self._use(engine, {})
         self.phase, self.reason = Stage.EAGER, reason
         engine.observers.decided("%s", self)
@@ -311,7 +291,7 @@ def _largest(batch: Batch, cut: Cut) -> Iterator[Piece]:
             yield from batch.pieces(start, stop)
 
 
-def _obstacle(engine: Engine, step: Step, target: Target) -> str | None:
+def _obstacle(engine: Evaluating, step: Step, target: Target) -> str | None:
     """Return why this is not compiled, as far as it is known without tracing."""
     module = engine.subject.module
     prehook, posthook = engine.workers.hooks

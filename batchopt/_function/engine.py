@@ -31,12 +31,12 @@ import torch
 
 from batchopt._data.batches import BatchSpecs
 from batchopt._function.attempt import Attempt
-from batchopt._function.checks import cut_differences, locate_nonfinite, refuse_frequencies
-from batchopt._function.compilation import DIFFERS, Compilation, abandon
+from batchopt._function.checks import cut_differences, locate_nonfinite
+from batchopt._function.compilation import DIFFERS, Abandoned, Compilation
 from batchopt._function.observer import Evaluated, Observers
 from batchopt._function.prepared import PreparedBatch, with_denominators
 from batchopt._function.reader import BatchReader
-from batchopt._function.reporter import Reporter
+from batchopt._function.reporter import Reporter, warn
 from batchopt._function.search import Way
 from batchopt._function.settings import Settings
 from batchopt._function.step import Counters, Found, History, Rows, Rules, Step
@@ -48,6 +48,7 @@ from batchopt._mapreduce.plan import Plan, choose_chunk_size, make_plan, plan_of
 from batchopt._mapreduce.reduce import Answers, reduce_answers, weighed
 from batchopt._mapreduce.speeds import Speeds
 from batchopt._program.flat_module import FlatModule, Gradient
+from batchopt._program.frequencies import refuse_frequencies
 from batchopt.backends.base import Prepared
 from batchopt.backends.nodes.compression import DoesNotFit
 from batchopt.errors import BatchoptError, NonFiniteError, WorkerError, add_data_indices, add_way_to_call, add_whole
@@ -81,7 +82,7 @@ class Engine:
         self.rules = Rules(settings.on_nonfinite, settings.compress is not None, settings.check_cut)
         self.history = History(counters or Counters(), [])
         self.step: Step | None = None
-        self.attempt: Attempt | None = None  # the outermost of those that are going on
+        self.begun: History | None = None  # that with which the outermost attempt began that is going on
         self.deals = False  # whether workers may divide columns instead of samples
         self.tuner = Tuner(self) if settings.automatic or settings.sizes_chunks else None
         self.compilation = Compilation(settings.compile is True) if settings.compile else None
@@ -228,9 +229,12 @@ class Engine:
     ) -> torch.Tensor:
         """Return f at X (0-dim, float64) and set df/dX, by `map` and `reduce` or what overrides them."""
         if self.rules.adapts:
-            for policy in (self.tuner, self.compilation):
-                if policy is not None:
-                    policy.before(self)
+            if self.tuner is not None:
+                self.tuner.before(self)
+            if self.compilation is not None and (
+                self.compilation.insists or self.tuner is None or self.tuner.is_settled
+            ):
+                self.compilation.before(self)  # one thing at a time is measured
         owner, began = self._owner, time.perf_counter()
         outer = owner.doing
         try:
@@ -305,7 +309,7 @@ class Engine:
                 raise NonFiniteError(str(error), None, error.samples, *now, where) from None
             except WorkerError as error:
                 if error.kinds[:1] == DIFFERS:
-                    abandon(self, error)  # and now without it
+                    self._abandon(error)  # and now without it
                 elif self.tuner is None or not self.tuner.shrinks(self, error, plan.cut):
                     raise
                 step = self.loaded()
@@ -318,6 +322,20 @@ class Engine:
             outputs = self.put_together(answers, plan.cut, step.batch.size) if workers.mode.outputs else None
             self.history = history._replace(hook_results=[*pattern.hook_results], outputs=outputs)
         return answers
+
+    def _abandon(self, error: WorkerError) -> None:
+        """Evaluate eagerly from now on, because a shortcut has found something else. Raises `Abandoned` in a step in
+        which evaluations before went by it."""
+        if self.compilation is not None:
+            self.compilation.stop(self, error)
+        what = "recorded" if self.compilation is None else "compiled"
+        warn(
+            f"a {what} evaluation found something else than an eager one ({error.message}): evaluations are eager from "
+            "here, and the step is made anew; does the loss depend on something that the module, the criterion and the "
+            "batch do not hold?"
+        )
+        if self.begun is not None and self.history.counters.evaluations > self.begun.counters.evaluations:
+            raise Abandoned(f"a {what} evaluation found something else than an eager one") from error
 
     def cut_into(self, chunk_size: int | None) -> None:
         """Evaluate the loaded batch in chunks of this size from now on, as the same step."""
@@ -364,6 +382,11 @@ class Engine:
         subject.renew_gradient().vector.fill_(math.nan)
         subject.show_gradients()
         return torch.scalar_tensor(math.inf, dtype=torch.float64, device="cpu")
+
+    def waited(self, seconds: float) -> None:
+        """Count the time that reading the next batch took."""
+        if self.tuner is not None:
+            self.tuner.waited(seconds)
 
     def count_products(self, count: int) -> None:
         """Count `count` more Hessian products."""

@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from batchopt._data.batches import BatchSpecs, reweighed
 from batchopt._data.epochs import Batches, EpochBatch
 from batchopt._data.prefetch import Ahead, as_arguments, as_batch_of_terms, to_the_end
+from batchopt._function.evaluating import Evaluating
 from batchopt._function.observer import Observer
 from batchopt._function.step import Rows
 from batchopt._machine.cores import torch_threads
@@ -24,15 +25,12 @@ from batchopt_workers.batch.items import Items
 from batchopt_workers.functions.task import Applied, Task
 from batchopt_workers.wire.orders import Cut, Kind
 
-if TYPE_CHECKING:
-    from batchopt._function.engine import Engine
-
 
 class PreparedBatch:
     """A batch that workers can read already. It is for `step` or `load` of the optimizer that prepared it, once, before
     the next one is requested."""
 
-    def __init__(self, owner: Engine, prepared: Prepared, specs: BatchSpecs, source: Any, turn: EpochBatch) -> None:
+    def __init__(self, owner: Evaluating, prepared: Prepared, specs: BatchSpecs, source: Any, turn: EpochBatch) -> None:
         """`specs`: those it was read with. `source`: the batches of which it is this `turn`."""
         self._owner, self._prepared, self._specs = owner, prepared, specs
         self._batches, self._turn = source if isinstance(source, Batches) else None, turn
@@ -54,7 +52,7 @@ class PreparedBatch:
         if targets is not None or options is not None:
             raise ValueError("a prepared batch has its targets and options: leave `targets` and `options` out")
 
-    def take(self, owner: Engine) -> Prepared:
+    def take(self, owner: Evaluating) -> Prepared:
         """Use the batch and return it, with the current loss. Raises `BatchoptError` if it has been used, if the next
         one was requested, or if another optimizer than `owner` prepared it."""
         reason = self._refused if owner is self._owner else "it was prepared by another BatchOptimizer"
@@ -91,7 +89,7 @@ class ReadsAhead(Observer):
 
 
 def prepared(
-    engine: Engine, batches: Iterable[Any], convert: Callable[[Any], Any] | None = None
+    engine: Evaluating, batches: Iterable[Any], convert: Callable[[Any], Any] | None = None
 ) -> Generator[PreparedBatch, None, None]:
     """Yield each of `batches`, converted and prepared; the next one is read and prepared while the workers compute."""
     read = as_arguments if engine.reader.terms is None else as_batch_of_terms
@@ -104,8 +102,7 @@ def prepared(
     began, ahead = time.perf_counter(), Ahead(_turns_of(batches), prepare)
     for turn, found, specs in ahead:
         batch = PreparedBatch(engine, found, specs, batches, turn)
-        if engine.tuner is not None:
-            engine.tuner.waited(time.perf_counter() - began)
+        engine.waited(time.perf_counter() - began)
         with engine.observers.including(ReadsAhead(ahead)):
             try:
                 yield batch
@@ -130,7 +127,7 @@ def whole(batches: Iterable[Any], convert: Callable[[Any], Any] | None = None) -
     return found if convert is None else (convert(batch) for batch in found)  # no map(): see PEP 479
 
 
-def with_denominators(engine: Engine, batch: Batch, carry_out: Callable[..., torch.Tensor]) -> Batch:
+def with_denominators(engine: Evaluating, batch: Batch, carry_out: Callable[..., torch.Tensor]) -> Batch:
     """Return the batch with all normalisers of its means known; `carry_out` is that of the engine. Raises what reading
     a sample raises."""
     specs = engine.specs

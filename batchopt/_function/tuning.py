@@ -15,11 +15,12 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from batchopt._function.checks import COARSE, TOLERANCES, cut_differences
+from batchopt._function.evaluating import Evaluating
 from batchopt._function.search import FEW, Search, Way
 from batchopt._function.settings import Settings
 from batchopt._function.step import Step
@@ -34,9 +35,6 @@ from batchopt_workers.wire.failures import names_of
 from batchopt_workers.wire.orders import Cut, Order
 from batchopt_workers.wire.structures import all_finite
 
-if TYPE_CHECKING:
-    from batchopt._function.engine import Engine
-
 # It is chosen again after AGAIN batches in a row whose size differs by this factor.
 OTHER_SIZE, AGAIN = 4, 3
 # Pieces of a worker's share that are tried as chunks, and the samples that a chunk has at least.
@@ -50,7 +48,7 @@ _OUT_OF_MEMORY = names_of((torch.OutOfMemoryError,))
 class Tuner:
     """Has an engine evaluate in the ways that its search asks for. On a card it halves chunks that do not fit."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Evaluating) -> None:
         self._way: Way | None = engine.workers.way  # in use; None while that changes
         self._given = engine.settings.chunk_size
         self._capacity: int | None = None  # samples of the largest chunk that fits on a card
@@ -58,7 +56,7 @@ class Tuner:
         self._size, self._others = 0, 0  # samples of a batch, and how many batches since had another size
         self._begin(engine, engine.settings.automatic)
 
-    def _begin(self, engine: Engine, automatic: bool) -> None:
+    def _begin(self, engine: Evaluating, automatic: bool) -> None:
         """Choose anew; the workers only if that is to be `automatic`."""
         found = ladders(engine.settings) if automatic else []
         self._keep(engine, found[-1][0] if automatic else engine.workers.way, "measured", found)
@@ -66,7 +64,7 @@ class Tuner:
         self._seconds = 0.0  # of loading and reading since the last evaluation
         self._starts = False  # the start of workers is being prepared
 
-    def _keep(self, engine: Engine, way: Way, reason: str, ladders: Sequence[Sequence[Way]] = ()) -> None:
+    def _keep(self, engine: Evaluating, way: Way, reason: str, ladders: Sequence[Sequence[Way]] = ()) -> None:
         """Keep this way for that reason, but try those of the ladders."""
         x = engine.subject.x
         self.search = Search(way, ladders, x.numel() * x.element_size(), reason)
@@ -79,7 +77,7 @@ class Tuner:
         """Count the time that reading or loading the next batch took."""
         self._seconds += seconds
 
-    def loaded(self, engine: Engine, size: int, seconds: float) -> None:
+    def loaded(self, engine: Evaluating, size: int, seconds: float) -> None:
         """Count a batch of this size, and the time that loading it took; choose again if their size has changed for
         good."""
         self._seconds, self._size = self._seconds + seconds, self._size or size
@@ -90,14 +88,14 @@ class Tuner:
             if self.search.times:
                 self._begin(engine, engine.settings.automatic)
 
-    def took(self, engine: Engine, seconds: float) -> None:
+    def took(self, engine: Evaluating, seconds: float) -> None:
         """Count the time of an evaluation, which may decide."""
         search, seconds, self._seconds = self.search, seconds + self._seconds, 0.0
         if not search.is_over and not self._others and self._way == search.present:  # else it could not change yet
             search.took(seconds)
             self._conclude(engine)
 
-    def _conclude(self, engine: Engine) -> None:
+    def _conclude(self, engine: Evaluating) -> None:
         """Go on with the sizes of chunks once nothing else is left to be tried; then say what was chosen."""
         search, step = self.search, engine.step
         if search.is_over and self._sizes and step is not None:
@@ -111,7 +109,7 @@ class Tuner:
 
     # ---- what is tried
 
-    def before(self, engine: Engine) -> None:
+    def before(self, engine: Evaluating) -> None:
         """Change to the way that is to be tried, or was chosen, if the loaded batch allows it."""
         search, step = self.search, engine.step
         if self.is_settled and self._way == search.present and self._may_halve is not None:
@@ -131,7 +129,7 @@ class Tuner:
         self._use(engine, self.search.present)
         self._conclude(engine)
 
-    def _can_start(self, engine: Engine, way: Way) -> bool:
+    def _can_start(self, engine: Evaluating, way: Way) -> bool:
         """Begin the preparation of these workers; tell whether it is complete."""
         if way.is_here or way[:3] == engine.workers.way[:3]:
             return True
@@ -144,7 +142,7 @@ class Tuner:
             return False
         return not self._starts
 
-    def _try(self, engine: Engine, way: Way) -> None:
+    def _try(self, engine: Evaluating, way: Way) -> None:
         """Go over to a way if f and df/dX are the same there; of workers of which nothing is known, time shares, if
         they are the same in their chunks."""
         step, search, reason = engine.loaded(), self.search, ""
@@ -173,14 +171,14 @@ class Tuner:
         else:
             search.begin(way)
 
-    def _refuse(self, engine: Engine, way: Way, reason: str) -> None:
+    def _refuse(self, engine: Evaluating, way: Way, reason: str) -> None:
         if way == self._resumed:
             self._resumed = None
         else:
             self.search.refuse(way, reason)
         engine.observers.decided("evaluations are not by %s: %s", way, reason)
 
-    def _use(self, engine: Engine, way: Way) -> None:
+    def _use(self, engine: Evaluating, way: Way) -> None:
         """Evaluate in this way, also the loaded batch."""
         if way == self._way:
             return
@@ -200,7 +198,7 @@ class Tuner:
             return self._given or self.search.present.chunk_size
         return -(-samples // -(-samples // self._capacity))
 
-    def shrinks(self, engine: Engine, error: WorkerError, cut: Cut) -> bool:
+    def shrinks(self, engine: Evaluating, error: WorkerError, cut: Cut) -> bool:
         """After an error with this cut tell whether it was lack of memory on a card, and chunks are half as large."""
         step, largest = engine.step, max(stop - start for start, stop in pairwise(cut.bounds))
         if error.kinds[:1] != _OUT_OF_MEMORY or largest == 1 or not self._may_halve or (step and step.drew):
@@ -215,7 +213,7 @@ class Tuner:
 
     # ---- what the user decides
 
-    def freeze_workers(self, engine: Engine) -> None:
+    def freeze_workers(self, engine: Evaluating) -> None:
         """Keep the workers from now on, as they were chosen, or else one for each device or core: they may have state
         of the user's."""
         if engine.settings.automatic:
@@ -224,7 +222,7 @@ class Tuner:
             self._keep(engine, self._resumed or chosen, "workers may have state")
             self._use(engine, self.search.present)
 
-    def resized(self, engine: Engine, automatic: bool) -> None:
+    def resized(self, engine: Evaluating, automatic: bool) -> None:
         """Keep the number of workers, which the user has changed; choose again if that is to be `automatic`."""
         if engine.settings.automatic and engine.workers.alone:  # with the threads that were asked for, not a worker's
             engine.use(Way(1, engine.settings.threads_per_worker))
@@ -265,7 +263,7 @@ def _plan_for(step: Step, way: Way) -> Plan:
     return make_plan(step.batch.size, step.chunk_size, Speeds.unknown(way.workers))
 
 
-def _values(engine: Engine, cut: Cut) -> tuple[float, torch.Tensor]:
+def _values(engine: Evaluating, cut: Cut) -> tuple[float, torch.Tensor]:
     """Return f and df/dX of these chunks by the present workers, which counts as no evaluation."""
     step, gradient = engine.ready(), torch.empty_like(engine.subject.x)
     with engine.workers.without_hooks():
@@ -287,7 +285,7 @@ def _difference(here: tuple[float, torch.Tensor], there: tuple[float, torch.Tens
     )
 
 
-def _seconds_of_share(engine: Engine, way: Way) -> float:
+def _seconds_of_share(engine: Evaluating, way: Way) -> float:
     """Return what the largest share of these workers takes in this process, with a worker's threads."""
     step, workers, found = engine.loaded(), engine.workers, []
     plan = _plan_for(step, way)

@@ -11,7 +11,6 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from batchopt._data import arguments
-from batchopt._function.checks import refuse_frequencies
 from batchopt._function.search import Way
 from batchopt._function.settings import Settings
 from batchopt._function.step import Step
@@ -19,6 +18,7 @@ from batchopt._mapreduce.plan import NEW, Plan, make_plan, replan
 from batchopt._mapreduce.reduce import Answers
 from batchopt._mapreduce.speeds import Speeds
 from batchopt._program.flat_module import FlatModule, Gradient
+from batchopt._program.frequencies import refuse_frequencies
 from batchopt._program.program import check_trained
 from batchopt.backends import backend_class
 from batchopt.backends.base import Backend, CompressingBackend, Meanwhile, Prepared, Setup, WorkerInfo
