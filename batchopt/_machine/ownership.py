@@ -16,8 +16,7 @@ from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
-from batchopt._machine.traceback import hide_frames
-from batchopt.errors import BatchoptError, NonFiniteError, WorkerError
+from batchopt.errors import BatchoptError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -158,9 +157,6 @@ def exclusive(method: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T,
         owner.take()
         try:
             return method(self, *args, **kwargs)
-        except (WorkerError, NonFiniteError) as error:
-            hide_frames(error)
-            raise error
         finally:
             owner.lock.release()
 
@@ -191,9 +187,6 @@ def _at_work(method: Callable[Concatenate[T, P], R], among: str) -> Callable[Con
         try:
             owner.running = (*before, name)
             return method(self, *args, **kwargs)
-        except (WorkerError, NonFiniteError) as error:
-            hide_frames(error)
-            raise error
         finally:
             owner.running = before
             owner.lock.release()
