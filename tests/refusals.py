@@ -386,17 +386,13 @@ SPARSE, SCALAR, GRADED = torch.eye(3).to_sparse(), torch.tensor(1.0), torch.rand
 BATCHES = r"""
 load(V, torch.rand(2)) -> ValueError: `inputs` has 3 samples but `targets` has 2
 load(V, None, ["a"]) -> ValueError: `inputs` has 3 samples but `options` has 1
-load(V, torch.rand(2), ["a"]) -> ValueError: has 3 samples but `targets` has 2 but `options` has 1
-load(TWO, V) -> ValueError: `inputs` has 2 or 4 samples but `targets` has 3
+load(V, torch.rand(2), ["a"]) -> ValueError: has 3 samples but `targets` has 2 and `options` has 1
+load(TWO, V) -> ValueError: `inputs` has 2 samples but `targets` has 3: a list has one entry a sample; pass a tuple
 load((V, torch.rand(2))) -> ValueError: `inputs[0]` has 3 samples but `inputs[1]` has 2: what belongs to all samples
 load({"a": [V], "b": V[:2]}) -> ValueError: `inputs['a'][0]` has 3 ...`inputs['b']` has 2
 load(Record(V, torch.rand(2))) -> ValueError: has 3 samples but ... has 2
-load([V] * 3, V) -> ValueError: each of length 3: pass a tuple
-load([V]) -> ValueError: or `options` with one (None) a sample
 load([X] * 4, options=["a"] * 4) -> TypeError: options
 load(V, None, SCALAR) -> TypeError: `options` must be a sequence
-load(TWO) -> ValueError: list of 2 tensors, each of length 4: pass a tuple if
-load(TWO, TWO) -> ValueError: list of 2 tensors, each of length 4
 load(torch.rand(0, 3)) -> ValueError: the batch has 0 samples
 load([]) -> ValueError: the batch has 0 samples
 load(SCALAR) -> TypeError: `inputs` is a 0-dim tensor: there is no dimension of samples ...; a number for all samples is
