@@ -74,8 +74,8 @@ class Evaluations:
         """Load the batch for the next evaluations; nothing is evaluated, except that the first batch measures the
         workers.
 
-        `inputs` and `targets` are tensors or NumPy arrays, or tuples, lists, mappings or dataclasses of them, whose
-        first dimension is the sample; or lists with one entry per sample. `inputs` alone may be a map-style
+        `inputs` and `targets` are tensors or NumPy arrays, or tuples, mappings or dataclasses of them, whose first
+        dimension is the sample; or lists with one entry per sample. `inputs` alone may be a map-style
         `torch.utils.data.Dataset`: each worker reads the samples of its chunks itself. `options` has one object per
         sample, for the hooks. With `terms`, `inputs` is a dict with an entry for each: its inputs, or a tuple of
         inputs, targets and options. A new step begins, with the current module, criterion, loss functions and hooks,

@@ -161,7 +161,6 @@ class BatchOptimizer(Studies):
     BatchOptimizer(Sequential of 25 parameters, MSELoss(), optimizer=LBFGS, parallelize=2, 0 batches, 0 evaluations)
     """
 
-    @arguments.suggest_arguments
     def __init__(
         self,
         module: torch.nn.Module,

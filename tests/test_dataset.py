@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from batchopt import Batches, BatchOptimizer, Term, WorkerError
 from tests.building import loaded
@@ -227,3 +227,41 @@ def test_input_gradients_where_the_denominators_count() -> None:
         inputs = x.clone().requires_grad_()
         (expected,) = torch.autograd.grad(given["loss_fn"](module, inputs, y), inputs)
         torch.testing.assert_close(opt.input_gradients(), expected)
+
+
+class TwoInputs(Dataset[Any]):
+    """Samples of two inputs and a target."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Any:
+        return (torch.full((2,), 0.1 * index), torch.ones(3)), torch.ones(1)
+
+
+class OfTwo(nn.Module):
+    """A module of two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(2, 1), nn.Linear(3, 1)
+
+    def forward(self, inputs: Any) -> Any:
+        assert isinstance(inputs, tuple)
+        return self.one(inputs[0]) + self.other(inputs[1])
+
+
+@pytest.mark.parametrize("size", [2, 3, 6])
+def test_a_list_that_a_loader_has_made_of_tuples_is_columns_and_any_other_is_samples(size: int) -> None:
+    """Also of two samples, where their numbers do not tell."""
+    module = OfTwo()
+    (one, other), targets = torch.utils.data.default_collate([TwoInputs()[index] for index in range(6)])
+    with BatchOptimizer(module, nn.MSELoss(), optimizer=None) as opt:
+        f, _ = opt.full_gradient(DataLoader(TwoInputs(), batch_size=size))
+        assert float(f) == pytest.approx(nn.MSELoss()(module((one, other)), targets).item(), rel=1e-6)
+        opt.load((one, other), targets)
+        assert opt.evaluate().item() == pytest.approx(float(f), rel=1e-6)
+        opt.load([(a, b) for a, b in zip(one, other, strict=True)], [*targets])
+        assert opt.evaluate().item() == pytest.approx(float(f), rel=1e-6)
+        with pytest.raises(ValueError, match="a list has one entry a sample; pass a tuple of columns"):
+            opt.load([one, other], targets)

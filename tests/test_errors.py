@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import pickle
 import traceback
-from typing import Any
 
 import pytest
-import torch
 
-from batchopt import BatchOptimizer
 from batchopt.errors import BatchoptError, NonFiniteError, RemoteTraceback, WorkerError, WorkerLostError
 
 OVERFLOW = "loss is nan though that of each chunk is finite without hooks: a hook made it so, or the sum overflows"
@@ -65,34 +62,3 @@ def test_the_remote_traceback_is_shown_in_the_chain() -> None:
         shown = "".join(traceback.format_exception(error))
     assert remote in shown
     assert shown.index(remote) < shown.index("KeyError in worker 1, samples 0..3: 1")
-
-
-class Own(torch.optim.SGD):
-    """An optimizer of the user."""
-
-    def step(self, closure: Any = None) -> Any:
-        return closure()
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("full", [False, True])
-@pytest.mark.parametrize("parallelize", [1, 2])
-def test_a_traceback_has_the_frames_of_the_user(parallelize: int, full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def loss_fn(module: torch.nn.Module, inputs: torch.Tensor, targets: None) -> torch.Tensor:
-        raise KeyError("mine")
-
-    def called(opt: BatchOptimizer) -> None:
-        opt.step(torch.ones(8, 1))
-
-    if full:
-        monkeypatch.setenv("BATCHOPT_TRACEBACK", "full")
-    optimizer = Own([*(module := torch.nn.Linear(1, 1)).parameters()])
-    with BatchOptimizer(module, loss_fn=loss_fn, optimizer=optimizer, parallelize=parallelize) as opt:
-        with pytest.raises(WorkerError) as found:
-            called(opt)
-    frames = [frame.name for frame in traceback.extract_tb(found.value.__traceback__)]
-    cause = [frame.name for frame in traceback.extract_tb(found.value.__cause__.__traceback__)]  # type: ignore[union-attr]
-    if full:
-        assert {"called", "optimize", "evaluate"} < {*frames} and len(frames) > 9
-    else:
-        assert frames[1:] == ["called", "alone", "step"] and cause == ["loss_fn"] * (parallelize == 1)

@@ -473,13 +473,11 @@ SIZES: list[tuple[tuple[Any, ...], int]] = [
     *((([torch.tensor(float(n)) for n in range(4)], targets), 4) for targets in (None, torch.rand(4), [0] * 4)),
     (([{"atoms": torch.rand(n, 3), "charge": n} for n in range(5)],), 5),
     ((["a", "b", "c", "d"],), 4),
-    # the number of targets and options tells columns from samples
-    *(((FOUR, targets), 4) for targets in (torch.rand(4), [1, 2, 3, 4])),
-    *(((FOUR, targets), 2) for targets in (torch.rand(2), [1, 2])),
-    *(((FOUR, None, [None] * samples), samples) for samples in (2, 4)),
-    ((FOUR[:1] * 2, [torch.rand(4), torch.rand(4)], [None] * 4), 4),
+    # a list is samples, a tuple is columns
+    *(((tuple(FOUR), targets), 4) for targets in (None, torch.rand(4), [1, 2, 3, 4])),
+    *(((FOUR, targets), 2) for targets in (None, torch.rand(2), [1, 2], FOUR)),
+    ((FOUR, None, [None] * 2), 2),
     (([torch.zeros(5, 1)] * 3, [torch.zeros(5, 2)] * 3), 3),
-    (([torch.zeros(5, 1)] * 3, [0, 1, 2, 3, 4]), 5),
     ((THREE, [torch.tensor(0)] * 3), 3),
     *((([torch.rand(n, 2)] * n, None, [None] * n), n) for n in (1, 3)),
 ]

@@ -124,7 +124,6 @@ def precode(log: object, worker: object, **options: object) -> None:
 CALLABLES: dict[str, tuple[Any, str]] = {
     "an object": (Recorder(count=1, log=LOCK), "log"),
     "a method": (Recorder(log=LOCK).record, "self.log"),
-    "a method of the culprit": (LOCK.acquire, "self"),
     "a partial function": (functools.partial(precode, 1, option=LOCK), "keywords['option']"),
     "a partial function of the culprit": (functools.partial(precode, LOCK), "args[0]"),
     "a partial function that captures": (functools.partial(lambda worker, log: log, log=(LOCK,)), "keywords['log'][0]"),
@@ -218,9 +217,9 @@ OBJECTS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: Program(nn.Linear(1, 1), functools.partial(precode, option=LOCK), (None,), 0),
         "criterion.keywords['option']",
     ),
-    "a sample": (lambda: batch(Samples([{"x": 1}, {"x": LOCK}])), "inputs[1]['x']"),
-    "a column": (lambda: batch(Columns({"x": torch.ones(2), "y": LOCK})), "inputs['y']"),
-    "options": (lambda: batch(Samples([1, 2]), [None, LOCK]), "options[1]"),
+    "a sample": (lambda: batch(Samples([{"x": 1}, {"x": LOCK}])), "parts[0].inputs.data[1]['x']"),
+    "a column": (lambda: batch(Columns({"x": torch.ones(2), "y": LOCK})), "parts[0].inputs.data['y']"),
+    "options": (lambda: batch(Samples([1, 2]), [None, LOCK]), "parts[0].options[1]"),
     "a tuple": (lambda: (1, (2, LOCK)), "[1][1]"),
     "a circle": (in_a_circle, "log"),
     "a circle from its other side": (lambda: in_a_circle().child, "parent.log"),
@@ -323,9 +322,23 @@ def test_what_is_itself_the_culprit_holds_none(thing: Any) -> None:
     assert blame([thing]) is not None
 
 
-def test_what_is_nested_too_deeply_is_named_where_it_begins() -> None:
+def test_what_is_nested_too_deeply_is_not_searched_to_its_end() -> None:
     chain = linked(100_000)
-    assert blame(lambda worker: chain) == "'chain' (types.SimpleNamespace)"
+    assert blame(lambda worker: chain) is None
+
+
+class Choosy:
+    """Sends some of its attributes."""
+
+    def __init__(self) -> None:
+        self.kept_here, self.log = LOCK, threading.Lock()
+
+    def __getstate__(self) -> Any:
+        return {"log": self.log}
+
+
+def test_what_is_not_sent_is_not_blamed() -> None:
+    assert blame([Choosy()]) == held("[0].log")
 
 
 class Unstable:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import math
 import os
 import signal
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from numbers import Real
-from typing import Any, ParamSpec
+from typing import Any
 
 import torch
 
 from batchopt._machine.cores import usable_cores
 from batchopt._mapreduce.speeds import Speeds
-
-P = ParamSpec("P")
 
 
 def read_count(name: str, value: Any, least: int = 1) -> int:
@@ -197,67 +194,6 @@ def read_speeds(speeds: Any, workers: int | None) -> Speeds | None:
     if not all(math.isfinite(speed) and speed >= 0 for speed in values) or not any(values):
         raise ValueError(f"`speeds` must be finite and >= 0, and not all 0; got {list(speeds)}")
     return Speeds(values, fixed=True)
-
-
-_OPTIONS = "optimizer=lambda params: batchopt.LBFGS(params, max_iter=..., tolerance_grad=...), for example"
-# What arguments of BatchOptimizer, and of optimizers, are called here.
-_CALLED = {
-    **dict.fromkeys(("n_jobs", "num_workers", "n_workers", "workers", "processes"), "parallelize=..."),
-    **dict.fromkeys(("lr", "learning_rate"), "optimizer=lambda params: torch.optim.Adam(params, lr=...), for example"),
-    "device": "module.to(device) before, with parallelize=1; or devices=[...], with one for each worker",
-    **dict.fromkeys(("loss", "loss_function", "loss_func"), "criterion=... or loss_fn=..."),
-    **{"model": "module=...", "batch_size": "chunk_size=...", "random_state": "seed=..."},
-    **dict.fromkeys(("max_iter", "history_size", "line_search_fn", "tolerance_grad", "tolerance_change"), _OPTIONS),
-    **dict.fromkeys(("callback", "l1"), _OPTIONS),
-}
-_CALLED_BY_OPTIMIZERS = {
-    **dict.fromkeys(("maxiter", "max_iters", "n_iter", "iterations", "steps"), "max_iter=..."),
-    **dict.fromkeys(("maxfun", "maxfev", "max_nfev"), "max_eval=..."),
-    **dict.fromkeys(("tol", "gtol", "grad_tol"), "tolerance_grad=..."),
-    **dict.fromkeys(("ftol", "xtol", "atol", "rtol", "eps"), "tolerance_change=..."),
-    **{"m": "history_size=...", "maxcor": "history_size=...", "line_search": "line_search_fn=..."},
-}
-# What is to be found elsewhere.
-_ELSEWHERE = {
-    "bounds": "LBFGS and LevenbergMarquardt have them: optimizer=lambda params: batchopt.LBFGS(params, bounds=...)",
-    "constraints": "the optimizers here have none but bounds=...: minimize opt.objective() by scipy.optimize "
-    "(docs/solvers.md), or parametrize what is constrained, as by softmax in forward",
-    **dict.fromkeys(
-        ("epochs", "max_epochs", "n_epochs", "num_epochs"),
-        "call opt.step for each batch, or batchopt.ignite.fit(opt, batches, epochs=...)",
-    ),
-    **dict.fromkeys(("weight_decay", "l2"), "add the penalty to the loss, by loss_fn=..."),
-    "disp": "BatchOptimizer(verbose=1) shows progress, `callback` of an optimizer gets every iteration",
-}
-
-
-def suggest_arguments(init: Callable[P, None]) -> Callable[P, None]:
-    """Wrap a constructor: for an unknown argument it raises `TypeError`, which tells the argument's name here, or where
-    to look instead."""
-    known = inspect.signature(init).parameters
-    owner = init.__qualname__.rpartition(".")[0]
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
-        return init
-
-    @functools.wraps(init)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
-        for name in kwargs.keys() - known.keys():
-            found = _advice(name, known)
-            raise TypeError(f"{owner} has no argument `{name}`" + (f": {found}" if found else ""))
-        init(*args, **kwargs)
-
-    return checked
-
-
-def _advice(name: str, known: Collection[str]) -> str:
-    """Return what to use instead of an argument that there is not, of those `known`; empty if nothing is like it."""
-    if name in _ELSEWHERE:
-        return _ELSEWHERE[name]
-    called = _CALLED_BY_OPTIMIZERS
-    if "module" in known:  # of BatchOptimizer, which passes options on to no optimizer
-        called = {**dict.fromkeys(called, _OPTIONS), **_CALLED}
-    here = [called[name]] if name in called else [f"{name}=..." for name in difflib.get_close_matches(name, known, 1)]
-    return f"it is {here[0]} here" if here else ""
 
 
 # The parameters with which functions of these names are called.

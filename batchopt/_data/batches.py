@@ -179,10 +179,8 @@ def read_part(inputs: Any, targets: Any, options: Any, spec: BatchSpec) -> Part:
     """Return the data of `inputs`, `targets` (or None) and `options` (or None).
 
     A tensor or a NumPy array, or a tuple, mapping or dataclass of them, holds samples along the first dimension. A list
-    is either one entry per sample or, if its entries are tensors of one length, such columns: the number of targets and
-    options decides. A map-style Dataset includes its targets. `Weighted` inputs have weights of samples. Raise
-    `TypeError` or `ValueError` for data without samples, of different lengths, that workers cannot receive, or that can
-    be read both ways.
+    has one entry a sample. A map-style Dataset includes its targets. `Weighted` inputs have weights of samples. Raise
+    `TypeError` or `ValueError` for data without samples, of different lengths, or that workers cannot receive.
     """
     if isinstance(inputs, Weighted):
         if isinstance(inputs.inputs, Weighted):
@@ -197,29 +195,21 @@ def read_part(inputs: Any, targets: Any, options: Any, spec: BatchSpec) -> Part:
             return _read_items(inputs, options, spec)
     try:
         inputs, targets = as_tensors(inputs), as_tensors(targets)
-        all_inputs = _readings("inputs", inputs, spec)
-        all_targets = _readings("targets", targets, spec) if targets is not None else [None]
+        samples = _reading("inputs", inputs, spec)
+        answers = None if targets is None else _reading("targets", targets, spec)
     except RecursionError:
         raise ValueError(
             "the batch is nested too deeply to be read, or contains itself: pass a tensor, or a flat tuple, dict or "
             "list of them"
         ) from None
-    fitting = [
-        (read_inputs, read_targets)
-        for read_inputs in all_inputs
-        for read_targets in all_targets
-        if (read_targets is None or len(read_targets) == len(read_inputs))
-        and (options is None or len(options) == len(read_inputs))
-    ]
-    if not fitting:
-        raise ValueError(_mismatch(all_inputs, all_targets, options))
-    if options is not None and all(option is None for option in options):  # passed to mark each entry as a sample
-        fitting = [pair for pair in fitting if isinstance(pair[0], Samples)] or fitting
-    chosen_inputs, chosen_targets = _decide(fitting)
-    if len(chosen_inputs) == 0:
+    size = len(samples)
+    others = {name: len(of) for name, of in (("targets", answers), ("options", options)) if of is not None}
+    if differing := [f"`{name}` has {count}" for name, count in others.items() if count != size]:
+        hint = ": a list has one entry a sample; pass a tuple of columns" * isinstance(inputs, list)
+        raise ValueError(f"`inputs` has {size} samples but {' and '.join(differing)}{hint}")
+    if size == 0:
         raise ValueError("the batch has 0 samples")
-    weighting = Weighting("sum", len(chosen_inputs))
-    return spec.weighed(Part(chosen_inputs, chosen_targets, options, weighting, spec.collate))
+    return spec.weighed(Part(samples, answers, options, Weighting("sum", size), spec.collate))
 
 
 def _read_items(dataset: Dataset[Any], options: list[Any] | None, spec: BatchSpec) -> Part:
@@ -243,16 +233,11 @@ def _read_options(options: Any) -> list[Any] | None:
     return list(options)
 
 
-def _readings(name: str, data: Any, spec: BatchSpec) -> list[InMemory]:
-    """Return the possible readings of `data`: as columns, as samples or, for a list of tensors of one length, both."""
+def _reading(name: str, data: Any, spec: BatchSpec) -> InMemory:
+    """Return a list as samples, and anything else as columns."""
     tensors = _check_tensors(name, data, spec.device)
     if isinstance(data, list):
-        found: list[InMemory] = [Samples(data)]
-        if spec.collate is None and data and all(isinstance(item, torch.Tensor) for item in data):
-            lengths = {item.shape[0] if item.dim() else None for item in data}
-            if len(lengths) == 1 and None not in lengths:
-                found.append(Columns(data))
-        return found
+        return Samples(data)
     for item in (data, *(item for _, item in items_of(data))):
         if hasattr(item, "to_numpy"):  # of pandas, say: beside tensors it would belong to all samples
             raise TypeError(f"`{name}` is or has a {type(item).__name__}: call .to_numpy() on it")
@@ -273,7 +258,7 @@ def _readings(name: str, data: Any, spec: BatchSpec) -> list[InMemory]:
                 f"`{first_path}` has {first.shape[0]} samples but `{path}` has {tensor.shape[0]}: what belongs to all "
                 "samples is a buffer of the module"
             )
-    return [Columns(data)]
+    return Columns(data)
 
 
 def as_tensors(data: Any) -> Any:
@@ -334,40 +319,3 @@ def _check_tensors(path: str, data: Any, device: torch.device | None) -> list[tu
         )
     form = "{}.{}" if is_record(data) else "{}[{!r}]"
     return [found for key, item in items_of(data) for found in _check_tensors(form.format(path, key), item, device)]
-
-
-def _mismatch(inputs: Sequence[InMemory], targets: Sequence[InMemory | None], options: list[Any] | None) -> str:
-    parts = [f"`inputs` has {_counts(inputs)} samples"]
-    if None not in targets:
-        parts.append(f"`targets` has {_counts(targets)}")
-    if options is not None:
-        parts.append(f"`options` has {len(options)}")
-    return " but ".join(parts)
-
-
-def _counts(ways: Sequence[InMemory | None]) -> str:
-    return " or ".join(str(len(data)) for data in ways if data is not None)
-
-
-def _decide(fitting: list[tuple[InMemory, InMemory | None]]) -> tuple[InMemory, InMemory | None]:
-    """Return the only reading that fits; otherwise the one in which inputs and targets both are lists of samples, if
-    they cannot be anything else or have entries of one form each."""
-    if len(fitting) > 1 and all(isinstance(targets, Samples) for _, targets in fitting):
-        fitting = [pair for pair in fitting if isinstance(pair[0], Samples)]
-    if len(fitting) > 1:
-        alike = [pair for pair in fitting if all(isinstance(form, Samples) and _are_alike(form) for form in pair)]
-        fitting = alike or fitting
-    if len(fitting) == 1:
-        return fitting[0]
-    columns = next(inputs for inputs, _ in fitting if isinstance(inputs, Columns))
-    raise ValueError(
-        f"`inputs` is a list of {len(columns.data)} tensors, each of length {len(columns)}: pass a tuple if they are "
-        "columns; if each is a sample, pass `targets` as a list with one entry a sample, or `options` with one "
-        "(None) a sample, or a `collate_fn`"
-    )
-
-
-def _are_alike(samples: Samples) -> bool:
-    """Tell whether all are tensors of one shape and dtype, which is more common for samples than for columns."""
-    forms = {(item.shape, item.dtype) if isinstance(item, torch.Tensor) else None for item in samples.data}
-    return len(forms) == 1 and None not in forms

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from traceback import walk_tb
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
@@ -88,7 +89,8 @@ def as_batch_of_terms(batch: Any) -> tuple[Any, Any, Any]:
 
 
 def as_arguments(batch: Any) -> tuple[Any, Any, Any]:
-    """Return inputs, targets and options of a loader's batch: a tuple or list of one to three, or the inputs alone.
+    """Return inputs, targets and options of a loader's batch: a tuple or list of one to three, or the inputs alone. In
+    a list, as torch's `default_collate` makes one, lists of tensors are columns, which it has made of tuples.
 
     Raise `ValueError` for a longer one.
     """
@@ -101,5 +103,7 @@ def as_arguments(batch: Any) -> tuple[Any, Any, Any]:
             "pairs: tuple(map(list, zip(*pairs))); of inputs alone (graphs), with collate_fn=lambda samples: "
             "(samples,)"
         )
+    if isinstance(batch, list):
+        batch = [tuple(item) if isinstance(item, list) and all(map(torch.is_tensor, item)) else item for item in batch]
     inputs, targets, options = (*batch, None, None)[:3]
     return inputs, targets, options

@@ -16,8 +16,7 @@ from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
-from batchopt._machine.traceback import hide_frames
-from batchopt.errors import BatchoptError, NonFiniteError, WorkerError
+from batchopt.errors import BatchoptError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -179,9 +178,6 @@ def _guarded(method: Callable[Concatenate[T, P], R], among: str, name: str) -> C
             if name:
                 owner.running = (*before, name)
             return method(self, *args, **kwargs)
-        except (WorkerError, NonFiniteError) as error:
-            hide_frames(error)
-            raise error
         finally:
             owner.running = before
             owner.lock.release()

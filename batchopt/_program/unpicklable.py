@@ -4,131 +4,75 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from types import BuiltinMethodType, FunctionType, MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
-from torch.nn.utils.parametrize import is_parametrized
 
-from batchopt_workers.batch.batch import Batch, Columns, Samples
-from batchopt_workers.batch.items import Items
-from batchopt_workers.watch.graph import CONTAINERS, OF_MODULES, Part, is_imported, of_container, parts_of
+from batchopt_workers.watch.graph import CONTAINERS, Part, is_imported, parts_of
 from batchopt_workers.wire.failures import let_through
-from batchopt_workers.wire.packing import DEVICES, SCRIPTED, pack
+from batchopt_workers.wire.packing import SCRIPTED, pack
 
-_WRAPPED = (MethodType, functools.partial, staticmethod, classmethod, property)
-
-
-def blame(obj: object) -> str | None:
-    """Return the part of `obj` that cannot be pickled, as in `'module.encoder.lock' (_thread.lock)`: the path goes
-    through captured variables, attributes and items.
-
-    Return None if `obj` can be pickled, or if no part of it is to blame. Never raises.
-    """
-    try:
-        error = _error_of(obj)
-        path = None if error is None else _path(obj, _is_deep(error))
-        if path:
-            steps, part = path
-            return f"'{steps.removeprefix('.')}' ({_kind_of(part)})"
-    except Exception as another:  # raised by a class of the user that is inspected
-        let_through(another)
-    return None
-
-
-def _is_deep(error: Exception) -> bool:
-    return isinstance(error, RecursionError) or isinstance(error.__cause__, RecursionError)
-
-
-def _path(obj: object, is_deep: bool) -> tuple[str, object] | None:
-    """Return the steps to the part of `obj` that cannot be pickled itself, by a shortest path, and that part; of an
-    object that `is_deep` the first one only."""
-    todo, seen = deque([("", obj)]), {id(obj)}
-    while todo:
-        path, at = todo.popleft()
-        bad = [(path + step, part) for step, part in _parts(at) if not can_be_packed(part)]
-        if (path and not bad) or (is_deep and bad):
-            return bad[0] if bad else (path, at)
-        new = [found for found in bad if id(found[1]) not in seen]  # others are part of a circle
-        seen.update(id(part) for _, part in new)
-        todo.extend(sorted(new, key=lambda found: isinstance(found[1], torch.nn.Module)))
-    return None
-
-
-def _error_of(obj: object, parameters: Sequence[torch.Tensor] = ()) -> Exception | None:
-    try:
-        pack(obj, parameters)
-    except Exception as error:
-        let_through(error)
-        return error
-    return None
+_MOST = 200  # parts that are looked at, of what is nested without end
+# Kinds of functions, whose parts are sent as they are; other objects decide by themselves what is sent of them.
+_FUNCTIONS = (FunctionType, MethodType, CellType, functools.partial, staticmethod, classmethod, property)
 
 
 def can_be_packed(obj: object, parameters: Sequence[torch.Tensor] = ()) -> bool:
     """Tell whether an object can be pickled around these parameters of X."""
-    return _error_of(obj, parameters) is None
+    try:
+        pack(obj, parameters)
+    except Exception as error:
+        let_through(error)
+        return False
+    return True
 
 
-def _parts(obj: Any) -> Iterable[Part]:
-    """Return the objects that pickling `obj` descends to, each with its step."""
+def blame(obj: object) -> str | None:
+    """Return the part of `obj` that cannot be pickled, though all of its own parts can, as in `'encoder.lock'
+    (_thread.lock)`: by a shortest path through captured variables, attributes and items.
+
+    Return None if `obj` can be pickled, or if there is no such part. Never raises.
+    """
+    todo, seen = deque([("", obj)] if not can_be_packed(obj) else ()), {id(obj): obj}
+    try:
+        while todo and len(seen) < _MOST:
+            path, at = todo.popleft()
+            bad = [(path + step, part) for step, part in _sent_of(at) if not can_be_packed(part)]
+            if path and not bad:
+                kind = f"{type(at).__module__}.{type(at).__qualname__}".removeprefix("builtins.")
+                return f"'{path.removeprefix('.')}' ({kind})"
+            todo.extend(found for found in bad if id(found[1]) not in seen)  # others are part of a circle
+            seen.update((id(part), part) for _, part in bad)
+    except Exception as error:  # of a class of the user that is inspected
+        let_through(error)
+    return None
+
+
+def _sent_of(obj: Any) -> Iterator[Part]:
+    """Yield the objects that pickling `obj` descends to, each with its step."""
     if isinstance(obj, SCRIPTED) or (isinstance(obj, (FunctionType, type)) and is_imported(obj)):
-        return ()
-    if isinstance(obj, (FunctionType, type, *_WRAPPED)) or type(obj) in CONTAINERS:
-        return parts_of(obj)
-    if isinstance(obj, BuiltinMethodType):
-        return ((".self", obj.__self__),)
-    if isinstance(obj, torch.Tensor):
-        return _attributes(vars(obj)) if obj.device.type in DEVICES else ()
-    if isinstance(obj, Batch):
-        return [("" if part.name is None else f".{part.name}", part) for part in obj.parts]
-    return chain(of_container(obj) if isinstance(obj, CONTAINERS) else (), _of_instance(obj))
-
-
-def _attributes(state: dict[str, Any]) -> Iterator[Part]:
-    for name, value in state.items():
-        yield f".{name}", value
-
-
-def _of_instance(obj: Any) -> Iterator[Part]:
-    """Yield the state of an instance as it would be pickled, then its class."""
-    if isinstance(obj, torch.nn.Module) and is_parametrized(obj):
-        reduced: Any = (None, (type(obj),), vars(obj))  # as `pack` does it
+        return
+    if isinstance(obj, (*_FUNCTIONS, type, torch.nn.Module, torch.Tensor)) or type(obj) in CONTAINERS:
+        yield from parts_of(obj)
     else:
         try:
             reduced = obj.__reduce_ex__(4)
         except Exception as error:  # the object itself is to blame
             let_through(error)
             return
-    if isinstance(reduced, str):  # pickled by name
-        return
-    make, arguments, state, items, pairs = [*reduced, None, None, None][:5]
-    yield from _of_state(obj, state)
-    names = {id(value): name for name, value in getattr(obj, "__dict__", {}).items()}
-    for argument in (*arguments, make):
-        yield f".{names[id(argument)]}" if id(argument) in names else "", argument
-    yield from of_container(items or ())
-    yield from of_container(dict(pairs or ()))
-
-
-def _of_state(obj: Any, state: Any) -> Iterator[Part]:
-    both = state if isinstance(state, tuple) and len(state) == 2 else (state, None)  # __dict__ and __slots__
-    if not all(part is None or isinstance(part, dict) for part in both):
-        yield "", state
-        return
-    for step, value in chain.from_iterable(_attributes(part or {}) for part in both):
-        if isinstance(obj, torch.nn.Module) and step[1:] in OF_MODULES:
-            yield from _attributes(value)
-        else:
-            yield "" if isinstance(obj, (Columns, Samples, Items)) else step, value
-
-
-def _kind_of(obj: object) -> str:
-    kind = type(obj)
-    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-    return f"{name} on {obj.device}" if isinstance(obj, torch.Tensor) else name
+        if not isinstance(reduced, str):  # pickled by name
+            _, arguments, state, items, pairs = [*reduced, None, None, None][:5]
+            states = [part for part in (state if isinstance(state, tuple) else (state,)) if part is not None]
+            values = chain(*(part.values() if isinstance(part, dict) else (part,) for part in states))
+            names = {id(part): step for step, part in parts_of(obj)}
+            for part in (*arguments, *values, *(items or ()), *chain(*(pairs or ()))):
+                yield names.get(id(part), ""), part
+    if not isinstance(obj, type):
+        yield "", type(obj)
 
 
 def unsendable(what: str, error: Exception, *objects: Any) -> TypeError:

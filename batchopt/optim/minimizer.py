@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from batchopt._data.arguments import suggest_arguments
 from batchopt.optim.algebra import add, copy, largest, norm
 from batchopt.optim.bounds import Box, read_bounds
 from batchopt.optim.curvature import Curvature
@@ -157,11 +156,6 @@ class Minimizer(torch.optim.Optimizer):
 
     _bounds: Box | None = None  # as they were given
     _box: Box | None = None  # those of the present step, in which what is frozen stays
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        if "__init__" in vars(cls):
-            cls.__init__ = suggest_arguments(cls.__init__)  # type: ignore[method-assign]
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         """`given`: the arguments of a subclass, by name: `params`, `callback` and options."""
