@@ -30,6 +30,7 @@ from batchopt._function.tasks import Functions, apply, collect, total
 from batchopt._machine.ownership import exclusive
 from batchopt._mapreduce.answers import Answer
 from batchopt.backends.base import WorkerInfo
+from batchopt.errors import BatchoptError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -106,7 +107,8 @@ class Evaluations:
         kind, own = type(self), vars(self)
         if kind.map is Evaluations.map and kind.reduce is Evaluations.reduce and not {"map", "reduce"} & own.keys():
             function = self._function
-            return evaluate_by_columns(function) if function.deals and deals(function) else function.evaluate()
+            dealt = function.step is not None and function.step.deals and deals(function)
+            return evaluate_by_columns(function) if dealt else function.evaluate()
         return self._function.evaluate(self.map, self.reduce)
 
     def map(self) -> Sequence[Answer]:
@@ -377,7 +379,14 @@ class Evaluations:
         >>> torch.allclose(torch.nn.functional.mse_loss(opt.outputs(), y), f)
         True
         """
-        return self._function.outputs()
+        self._function.check_open()
+        found = self._function.history.outputs
+        if found is None:
+            raise BatchoptError(
+                "there are no outputs: set opt.keep_outputs = True before the batch is evaluated, or call "
+                "opt.collect(lambda module, inputs, targets: module(inputs)), which takes a forward"
+            )
+        return found
 
     @property
     def keep_outputs(self) -> bool:

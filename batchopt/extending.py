@@ -88,14 +88,14 @@ def observe(opt: Evaluations, observer: Followed) -> AbstractContextManager[Foll
 
 def verbosity(opt: Evaluations) -> int:
     """Return the amount of reports: `verbose` of `BatchOptimizer`."""
-    return opt._function.reporter.verbose
+    return opt._function.observers.reporter.verbose
 
 
 def report(opt: Evaluations, verbose: int) -> None:
     """Report so much from now on, in the process that reports."""
     verbose, workers = read("verbose", verbose), opt._function.workers
     if workers.backend.is_main and not workers.closed:
-        opt._function.report(verbose)
+        opt._function.observers.report(verbose)
 
 
 def arguments(opt: Evaluations) -> Mapping[str, Any]:
@@ -137,7 +137,7 @@ def weighings(opt: Evaluations) -> dict[str | None, Weighing]:
 
 def compiled(opt: Evaluations) -> str:
     """Return the way in which evaluations are compiled, in words; empty if they are not."""
-    found = opt._function.compilation
+    found = opt._function.policies.compilation
     return "" if found is None else str(found)
 
 

@@ -568,7 +568,8 @@ class BatchOptimizer(Studies):
         parts.append("closed" if function.workers.closed else f"parallelize={len(function.workers.infos)}")
         parts.append(f"{past.batches} batches, {past.evaluations} evaluations")
         parts += [f"loss {past.loss:.6g}"] * (past.evaluations > 0)
-        parts += [] if function.compilation is None else [str(function.compilation)]
+        compilation = function.policies.compilation
+        parts += [] if compilation is None else [str(compilation)]
         return f"BatchOptimizer({', '.join(parts)})"
 
     def __reduce__(self) -> NoReturn:

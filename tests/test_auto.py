@@ -52,8 +52,8 @@ def two_are_faster(monkeypatch: pytest.MonkeyPatch, two_cores: None) -> None:
 
 def choice_of(opt: BatchOptimizer) -> Any:
     """How far the choice has come."""
-    assert opt._function.tuner is not None
-    return opt._function.tuner.search
+    assert opt._function.policies.tuner is not None
+    return opt._function.policies.tuner.search
 
 
 def has_chosen(opt: BatchOptimizer) -> bool:
@@ -307,7 +307,7 @@ def test_with_state_in_workers_their_number_is_one_per_core_and_stays() -> None:
     case = mlp()
     hooked: dict[str, Any] = {"prehook": lambda worker, sample: None}
     with BatchOptimizer(**parts(Mlp().double()), **hooked) as opt:
-        assert opt._function.tuner is None
+        assert opt._function.policies.tuner is None
     with BatchOptimizer(**parts(Mlp().double())) as opt:
         opt.load(case.inputs, case.targets)
         expected = opt.evaluate()

@@ -22,8 +22,8 @@ def line() -> nn.Module:
 def faster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Whether small or large chunks are faster, by a clock of our own: the machine's may be busy."""
     with BatchOptimizer(line(), nn.MSELoss(), optimizer=None, chunk_size="auto") as opt:
-        assert opt._function.tuner is not None
-        search: Any = type(opt._function.tuner.search)
+        assert opt._function.policies.tuner is not None
+        search: Any = type(opt._function.policies.tuner.search)
     took = search.took
 
     def timed(self: Any, seconds: float) -> None:

@@ -23,7 +23,7 @@ from batchopt_workers.wire.orders import Cut, Kind
 def deals(function: Engine) -> bool:
     """Tell whether workers divide the columns of the loaded batch's Jacobian: nothing comes from its samples alone."""
     mode = function.workers.mode
-    return function.deals and mode.posthook is None and not mode.outputs and not function.rules.compresses
+    return function.loaded().deals and mode.posthook is None and not mode.outputs and not function.rules.compresses
 
 
 def _parts(function: Engine) -> tuple[Batch, Cut]:

@@ -32,15 +32,16 @@ import torch
 from batchopt._data.batches import BatchSpecs
 from batchopt._function.attempt import Attempt
 from batchopt._function.checks import cut_differences, locate_nonfinite
-from batchopt._function.compilation import DIFFERS, Abandoned, Compilation
-from batchopt._function.observer import Evaluated, Observers
+from batchopt._function.compilation import DIFFERS, Abandoned
+from batchopt._function.observer import Evaluated
+from batchopt._function.observers import Observers
+from batchopt._function.policies import Policies
 from batchopt._function.prepared import PreparedBatch, with_denominators
 from batchopt._function.reader import BatchReader
-from batchopt._function.reporter import Reporter, warn
+from batchopt._function.reporter import warn
 from batchopt._function.search import Way
 from batchopt._function.settings import Settings
 from batchopt._function.step import Counters, Found, History, Rows, Rules, Step
-from batchopt._function.tuning import Tuner
 from batchopt._function.workers import Workers
 from batchopt._machine.ownership import Owner, exclusive, sole, undisturbed
 from batchopt._mapreduce.answers import Answer, common_form, forms_of
@@ -68,24 +69,21 @@ class Engine:
         """Start the workers. Raises `WorkerStartError`; `WorkerError` if precode raises."""
         self._owner = Owner()
         self.subject, self.settings = subject, settings
-        self.reporter = Reporter(settings.verbose)  # first, since slow starts are reported
-        self.observers = Observers([self.reporter] if settings.verbose else [])
+        self.observers = Observers(settings.verbose)  # first, since slow starts are reported
         self.trials: list[Found | None] | None = None  # evaluations of the present step; None: one that raised
         try:
             self.workers = Workers(subject, settings)
         except BaseException:
-            self.reporter.close()
+            self.observers.reporter.close()
             raise
         if not self.workers.backend.is_main:
-            self.report(0)
+            self.observers.report(0)
         self.reader = BatchReader(settings, self.workers, subject.x.device)
         self.rules = Rules(settings.on_nonfinite, settings.compress is not None, settings.check_cut)
         self.history = History(counters or Counters(), [])
         self.step: Step | None = None
         self.begun: History | None = None  # that with which the outermost attempt began that is going on
-        self.deals = False  # whether workers may divide columns instead of samples
-        self.tuner = Tuner(self) if settings.automatic or settings.sizes_chunks else None
-        self.compilation = Compilation(settings.compile is True) if settings.compile else None
+        self.policies = Policies.of(self)
 
     # ---- state
 
@@ -134,12 +132,6 @@ class Engine:
         """Make another step on the loaded batch, which its buffers count too."""
         self.step = self.loaded()._replace(ended=False)
 
-    def report(self, verbose: int) -> None:
-        """Report so much from now on, before other observers are told."""
-        others = [observer for observer in self.observers if observer is not self.reporter]
-        self.reporter.become(verbose)
-        self.observers[:] = [self.reporter, *others] if verbose else others
-
     # ---- batches
 
     @sole
@@ -177,7 +169,7 @@ class Engine:
         subject.check()
         if self.step is not None:
             self.end_step()
-        reporter = self.reporter
+        reporter = self.observers.reporter
         workers.grow(reporter.not_grown)
         with Attempt(self, "load"):
             self.step = None
@@ -186,21 +178,20 @@ class Engine:
             count = workers.load(prepared, weights)
             counters, *others = self.history
             self.history = History(counters.begun(), *others)
-            chosen = self.settings.chunk_size if self.tuner is None else self.tuner.size_for(batch.size)
-            given = self.rules.chunk_size or chosen
+            given = self.rules.chunk_size or self.policies.size_for(batch.size, self.settings.chunk_size)
             chunk_size = choose_chunk_size(batch.size, given, self.settings.deterministic)
             plan = workers.plan(batch.size, chunk_size)
             chunks = plan.cut.chunks
             refuse_frequencies(subject.module, count, batch, chunks)
-            self.deals = batch.size < count and self.settings.by_differences(subject.module)
-            if count > 1 and not self.deals:
+            deals = batch.size < count and self.settings.by_differences(subject.module)
+            if count > 1 and not deals:
                 reporter.idle(batch.size, chunk_size and chunks, count)
             movable = chunks == 1 or not reporter.cut_matters(subject.module, chunks)
             # samples that move to another worker are read again; with fixed chunks those are few
             moves = movable and (chunk_size is not None or not batch.is_kept)
-            self.step = Step(self.history.counters.steps, batch, weights, chunk_size, plan, moves, rows)
-        if self.tuner is not None and self.rules.adapts:
-            self.tuner.loaded(self, batch.size, time.perf_counter() - began)
+            self.step = Step(self.history.counters.steps, batch, weights, chunk_size, plan, moves, rows, deals)
+        if self.rules.adapts:
+            self.policies.loaded(self, batch.size, time.perf_counter() - began)
         if self.rules.checks_cut and len(plan.cut.bounds) > 2:
             self._check_cut(plan.cut)
 
@@ -208,11 +199,11 @@ class Engine:
 
     def _check_cut(self, cut: Cut) -> None:
         """Warn if the loss of a few samples depends on how they are cut; once, when a batch is first cut."""
-        reporter = self.reporter
+        reporter = self.observers.reporter
         if not reporter.cut_matters(self.subject.module, cut.chunks):
             self.rules = self.rules._replace(checks_cut=False)
             found = cut_differences(self, max(stop - start for start, stop in pairwise(cut.bounds)))
-            reporter.cut_differs([difference for difference in found if difference.decided])
+            reporter.cut_differs([str(difference) for difference in found if difference.decided])
 
     def weighed(self, prepared: Prepared, carry_out: Callable[..., torch.Tensor] | None = None) -> Prepared:
         """Return the prepared batch with all normalisers of its means known."""
@@ -229,12 +220,7 @@ class Engine:
     ) -> torch.Tensor:
         """Return f at X (0-dim, float64) and set df/dX, by `map` and `reduce` or what overrides them."""
         if self.rules.adapts:
-            if self.tuner is not None:
-                self.tuner.before(self)
-            if self.compilation is not None and (
-                self.compilation.insists or self.tuner is None or self.tuner.is_settled
-            ):
-                self.compilation.before(self)  # one thing at a time is measured
+            self.policies.before(self)
         owner, began = self._owner, time.perf_counter()
         outer = owner.doing
         try:
@@ -281,9 +267,7 @@ class Engine:
         if self.trials is not None:
             self.trials[-1] = Found(loss, terms)
         if self.rules.adapts:
-            for policy in (self.tuner, self.compilation):
-                if policy is not None:
-                    policy.took(self, time.perf_counter() - began)
+            self.policies.took(self, time.perf_counter() - began)
 
     @undisturbed
     def map(self) -> Sequence[Answer]:
@@ -310,7 +294,7 @@ class Engine:
             except WorkerError as error:
                 if error.kinds[:1] == DIFFERS:
                     self._abandon(error)  # and now without it
-                elif self.tuner is None or not self.tuner.shrinks(self, error, plan.cut):
+                elif not self.policies.shrinks(self, error, plan.cut):
                     raise
                 step = self.loaded()
                 plan = step.plan
@@ -326,9 +310,10 @@ class Engine:
     def _abandon(self, error: WorkerError) -> None:
         """Evaluate eagerly from now on, because a shortcut has found something else. Raises `Abandoned` in a step in
         which evaluations before went by it."""
-        if self.compilation is not None:
-            self.compilation.stop(self, error)
-        what = "recorded" if self.compilation is None else "compiled"
+        compilation = self.policies.compilation
+        if compilation is not None:
+            compilation.stop(self, error)
+        what = "recorded" if compilation is None else "compiled"
         warn(
             f"a {what} evaluation found something else than an eager one ({error.message}): evaluations are eager from "
             "here, and the step is made anew; does the loss depend on something that the module, the criterion and the "
@@ -358,7 +343,7 @@ class Engine:
         whole = reduce_answers(answers, step.plan.cut.chunks, (into or subject.renew_gradient()).vector)
         subject.show_gradients(whole.used)
         changes = whole.changes.clone() if whole.changes.shape[0] else None  # of a module without state
-        self.step = Step(*step[:7], whole.losses, changes, *step[9:])
+        self.step = Step(*step[:8], whole.losses, changes, *step[10:])
         loss = weighed(whole.losses, step.weights)
         finite = whole.finite and math.isfinite(loss)
         if not finite and rules.on_nonfinite == "raise":
@@ -385,8 +370,7 @@ class Engine:
 
     def waited(self, seconds: float) -> None:
         """Count the time that reading the next batch took."""
-        if self.tuner is not None:
-            self.tuner.waited(seconds)
+        self.policies.waited(seconds)
 
     def count_products(self, count: int) -> None:
         """Count `count` more Hessian products."""
@@ -403,18 +387,8 @@ class Engine:
                 for _ in range(1 if workers.evaluations else 2):
                     workers.learn_from(workers.evaluate(step._replace(plan=plan)), plan)
             speeds = [round(speed) for speed in workers.speeds.relative]
-            self.reporter.note("calibrated: %s samples/s", speeds)
+            self.observers.reporter.note("calibrated: %s samples/s", speeds)
         return list(workers.speeds.relative)
-
-    def outputs(self) -> Any:
-        """Return the module's outputs in the last evaluation. Raises `BatchoptError` if they were not kept."""
-        self.check_open()
-        if self.history.outputs is None:
-            raise BatchoptError(
-                "there are no outputs: set opt.keep_outputs = True before the batch is evaluated, or call "
-                "opt.collect(lambda module, inputs, targets: module(inputs)), which takes a forward"
-            )
-        return self.history.outputs
 
     def put_together(self, answers: Sequence[Answer], cut: Cut, samples: int) -> Any:
         """Return the rows written by the workers, in sample order, in the structure in which they were returned. Raises
@@ -531,7 +505,7 @@ class Engine:
             try:
                 return plan, workers.backend.evaluate(plan.cut, order, plan.runs, self.observers.busy)
             except WorkerError as error:
-                if cut is not None or self.tuner is None or not self.tuner.shrinks(self, error, plan.cut):
+                if cut is not None or not self.policies.shrinks(self, error, plan.cut):
                     raise
 
     def _plan_of(self, task: Task, batch: Batch, cut: Cut | None) -> Plan:
@@ -541,7 +515,7 @@ class Engine:
         settings, speeds = self.settings, self.workers.speeds_of_tasks
         if cut is not None:
             return plan_of(cut, speeds)
-        given = settings.chunk_size if self.tuner is None else self.tuner.size_for(batch.size)
+        given = self.policies.size_for(batch.size, settings.chunk_size)
         return make_plan(batch.size, choose_chunk_size(batch.size, given, settings.deterministic), speeds)
 
     # The same for callers from outside: `work_on` may be called while something works here.
@@ -564,8 +538,7 @@ class Engine:
     def freeze_workers(self) -> None:
         """Keep the number of workers from now on, if it is chosen automatically: they may have state of the user's."""
         self.check_open()
-        if self.tuner is not None:
-            self.tuner.freeze_workers(self)
+        self.policies.freeze_workers(self)
 
     @sole
     def resize(self, parallelize: int | str, speeds: Sequence[float] | None) -> None:
@@ -578,8 +551,7 @@ class Engine:
             self.forget()
 
         self.workers.resize(1 if automatic else parallelize, speeds, between_steps)
-        if self.tuner is not None:
-            self.tuner.resized(self, automatic)
+        self.policies.resized(self, automatic)
 
     def use(self, way: Way, step: Step | None = None) -> None:
         """Evaluate by other workers, and continue this step there; without one, a batch has to be loaded again."""
@@ -602,9 +574,8 @@ class Engine:
     def _close(self) -> None:
         if not self.workers.closed:
             self.end_step()
-            self.reporter.close()
-            if self.compilation is not None:
-                self.compilation.close()
+            self.observers.reporter.close()
+            self.policies.close()
             self.workers.close()
             self.history = self.history._replace(outputs=None)
 

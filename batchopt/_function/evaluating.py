@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from batchopt._data.batches import BatchSpecs
-from batchopt._function.observer import Observers
+from batchopt._function.observers import Observers
 from batchopt._function.reader import BatchReader
 from batchopt._function.search import Way
 from batchopt._function.settings import Settings

@@ -1,10 +1,9 @@
-"""The observers of an engine: what they are told, and the list of them."""
+"""The interface of observers, and what they are told."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import NamedTuple, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from batchopt._mapreduce.answers import Answer
 from batchopt.optim.minimizer import Iteration
@@ -65,34 +64,3 @@ class Observer:
 
     def worked(self, name: str, answers: Sequence[Answer], bounds: Sequence[int]) -> None:
         """Handle a finished task of that name on a batch that is cut at `bounds`."""
-
-
-Followed = TypeVar("Followed", bound=Observer)
-
-
-class Observers(list[Observer]):
-    """All that follow an engine, in the order in which they are told."""
-
-    @contextmanager
-    def including(self, observer: Followed) -> Iterator[Followed]:
-        """Let `observer` follow the evaluations in the body too."""
-        self.append(observer)
-        try:
-            yield observer
-        finally:
-            self.remove(observer)
-
-    def busy(self) -> None:
-        """Tell all that the workers compute, the latest first."""
-        for observer in reversed(self):
-            observer.busy()
-
-    def did(self, name: str, began: float) -> None:
-        """Tell all of a finished piece of work in this process."""
-        for observer in self:
-            observer.did(name, began)
-
-    def decided(self, message: str, *arguments: object) -> None:
-        """Tell all what was decided about evaluations."""
-        for observer in self:
-            observer.decided(message % arguments)

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import torch
 from tqdm import tqdm
 
-from batchopt._function.checks import Difference
 from batchopt._function.observer import Evaluated, Observer
 from batchopt_workers.functions.inspection import name_of, normalises_by_chunk
 
@@ -80,11 +79,11 @@ class Reporter(Observer):
             )
         return norm is not None
 
-    def cut_differs(self, found: Sequence[Difference]) -> None:
-        """Warn of terms whose loss depends on the cut."""
+    def cut_differs(self, found: Sequence[str]) -> None:
+        """Warn of terms whose loss depends on the cut, each described in words."""
         if found:
             warn(
-                f"{'; '.join(map(str, found))}: f depends on how the batch is cut. If the loss is a mean over "
+                f"{'; '.join(found)}: f depends on how the batch is cut. If the loss is a mean over "
                 "something else than samples (tokens, atoms, pixels), pass `denominators`, what each sample has of "
                 "it; if it is a sum, reduction='sum'; if it is neither (pairs, ranks, a root), it cannot be cut: use "
                 "parallelize=1 without `chunk_size`. `check()` says more; check_cut=False leaves this comparison out"

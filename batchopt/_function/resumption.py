@@ -46,8 +46,7 @@ def state_of(function: Engine, optimizer: torch.optim.Optimizer | None) -> dict[
         "speeds": list(function.workers.speeds.values),
         "seed": function.settings.seed,
         "weights": {name: term.weight for name, term in (function.reader.terms or {}).items()},
-        **(function.tuner.state() if function.tuner and function.settings.automatic else {}),
-        **({} if function.compilation is None else {"compiled": [*function.compilation.keys]}),
+        **function.policies.state(function.settings.automatic),
     }
 
 
@@ -76,18 +75,17 @@ def resuming(
                 _restore_dtypes(optimizer, state["optimizer"])
             check_options(optimizer)
         compiled = tuple(state.get("compiled", ()))
-        if compiled and function.compilation is None and function.settings.fixed_bits:
+        if compiled and function.policies.compilation is None and function.settings.fixed_bits:
             message = (
                 "the evaluations before were compiled, and bits differ from here: compile=True keeps them the same"
             )
             warnings.warn(message, RuntimeWarning, stacklevel=4)
         yield
-        if state.get("parallelize") is not None and function.tuner and function.settings.automatic:
-            function.tuner.resume(state["parallelize"], function.settings)
+        function.policies.resume(function, state)
         function.history = History(counters, function.history.hook_results)
     function.forget()
-    if function.compilation is not None:
-        function.compilation.expected = compiled
+    if function.policies.compilation is not None:
+        function.policies.compilation.expected = compiled
     if len(speeds) == len(workers.infos) and not workers.speeds.fixed:
         workers.set_speeds(Speeds(speeds))
 

@@ -20,7 +20,8 @@ Rows = Callable[[], Sequence[int] | None]
 class Step(NamedTuple):
     """One batch, and what lives as long as it is loaded. Random draws depend on its `number`; its terms count in f with
     `weights`. `chunk_size` None: the sizes of chunks follow the workers' speeds. `movable`: whether shares may change
-    while the batch is evaluated; False if that would change f, or take more time than it saves.
+    while the batch is evaluated; False if that would change f, or take more time than it saves. `deals`: whether
+    workers may divide columns instead of samples.
 
     Of its last evaluation: the `losses` of the terms, and the `changes` of buffers that the module does not have yet.
     `ended`: the module has taken over changes; more evaluations start from the state before them. `drew`: they drew
@@ -34,6 +35,7 @@ class Step(NamedTuple):
     plan: Plan
     movable: bool
     rows: Rows
+    deals: bool
     losses: tuple[float, ...] = ()
     changes: torch.Tensor | None = None
     ended: bool = False

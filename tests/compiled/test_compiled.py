@@ -482,7 +482,7 @@ def loss(net, x, y):
 with batchopt.BatchOptimizer(torch.nn.Linear(3, 1), loss_fn=loss, optimizer=None, compile="auto") as opt:
     opt.load(torch.ones(20, 3))
     opt.evaluate()
-    print(opt._function.compilation._compiler._process.pid, flush=True)
+    print(opt._function.policies.compilation._compiler._process.pid, flush=True)
     while not os.path.exists({mark!r}):
         pass
     print("traced", flush=True)
