@@ -10,11 +10,11 @@ import torch
 
 from batchopt._data import arguments
 from batchopt._data.terms import reweighed
-from batchopt._function.closure import loss_with_graph
-from batchopt._function.columns import deals, evaluate_by_columns
-from batchopt._function.derivatives import check_exact, evaluate_many, full_gradient, hessian_products, input_gradients
-from batchopt._function.engine import Engine
-from batchopt._function.least_squares import (
+from batchopt._engine.engine import Engine
+from batchopt._functions.closure import loss_with_graph
+from batchopt._functions.columns import deals, evaluate_by_columns
+from batchopt._functions.derivatives import check_exact, evaluate_many, full_gradient, hessian_products, input_gradients
+from batchopt._functions.least_squares import (
     LARGEST,
     Normal,
     gauss_newton_product,
@@ -24,9 +24,9 @@ from batchopt._function.least_squares import (
     residuals,
     transposed_product,
 )
-from batchopt._function.numpy_objective import FlatObjective
-from batchopt._function.prediction import iter_predict, predict, score
-from batchopt._function.tasks import Functions, apply, collect, total
+from batchopt._functions.numpy_objective import FlatObjective
+from batchopt._functions.prediction import iter_predict, predict, score
+from batchopt._functions.tasks import Functions, apply, collect, total
 from batchopt._machine.ownership import exclusive
 from batchopt._mapreduce.answers import Answer
 from batchopt.backends.base import WorkerInfo
@@ -45,14 +45,14 @@ R = TypeVar("R")
 class Evaluations:
     """f(X), df/dX and other functions of a loaded batch, evaluated by workers; a `BatchOptimizer` adds the steps."""
 
-    def __init__(self, function: Engine) -> None:
-        self._function, self._owner = function, function.owner
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._owner = engine, engine.owner
 
     def __dir__(self) -> list[str]:
         return [name for name in super().__dir__() if not name.startswith("_") or name.startswith("__")]
 
     def __enter__(self: Self) -> Self:
-        self._function.check_open()
+        self._engine.check_open()
         return self
 
     def __exit__(
@@ -67,7 +67,7 @@ class Evaluations:
         In a signal handler (or a hook, or a finalizer) that interrupts another call, it makes that call end as soon as
         possible, with `BatchoptError`, and then stops the workers. In a fork it does nothing, as a fork has no workers.
         """
-        self._function.close()
+        self._engine.close()
 
     # ---- f
 
@@ -84,7 +84,7 @@ class Evaluations:
         depends on the backend whether it is read at once or when it is needed. Raises `ValueError` or `TypeError` for
         data that is no batch, for a program that can no longer be sent, and if X is no longer the module's.
         """
-        self._function.load(inputs, targets, options)
+        self._engine.load(inputs, targets, options)
 
     def evaluate(self) -> torch.Tensor:
         """Return f at the current parameters (0-dim, float64), and set df/dX in `grad_parameters` and every parameter's
@@ -106,21 +106,21 @@ class Evaluations:
         """
         kind, own = type(self), vars(self)
         if kind.map is Evaluations.map and kind.reduce is Evaluations.reduce and not {"map", "reduce"} & own.keys():
-            function = self._function
-            dealt = function.step is not None and function.step.deals and deals(function)
-            return evaluate_by_columns(function) if dealt else function.evaluate()
-        return self._function.evaluate(self.map, self.reduce)
+            engine = self._engine
+            dealt = engine.step is not None and engine.step.deals and deals(engine)
+            return evaluate_by_columns(engine) if dealt else engine.evaluate()
+        return self._engine.evaluate(self.map, self.reduce)
 
     def map(self) -> Sequence[Answer]:
         """Return partial losses and gradients from every worker that had a share: the first half of `evaluate`.
 
         A subclass may override this and `reduce`.
         """
-        return self._function.map()
+        return self._engine.map()
 
     def reduce(self, answers: Sequence[Answer]) -> torch.Tensor:
         """Merge `answers` into df/dX and f, which is returned: the second half of `evaluate`."""
-        return self._function.reduce(answers)
+        return self._engine.reduce(answers)
 
     def loss(self) -> torch.Tensor:
         """Return f at the current parameters as a 0-dim tensor (float64) with a graph, by one evaluation; `backward`
@@ -136,7 +136,7 @@ class Evaluations:
         >>> penalised = opt.loss() + 1e-3 * model[0].weight.square().sum()
         >>> penalised.backward()
         """
-        return loss_with_graph(self._function, self.evaluate)
+        return loss_with_graph(self._engine, self.evaluate)
 
     def hvp(self, v: torch.Tensor) -> torch.Tensor:
         """Return the Hessian of f at the current parameters times `v`: a new tensor of X's dtype, in the shape of `v`.
@@ -154,7 +154,7 @@ class Evaluations:
         >>> opt.hvp(v).shape, opt.hvp(torch.stack((v, 2 * v), 1)).shape
         (torch.Size([25]), torch.Size([25, 2]))
         """
-        return hessian_products(self._function, v)
+        return hessian_products(self._engine, v)
 
     # ---- least squares
 
@@ -175,17 +175,17 @@ class Evaluations:
         >>> r.shape, torch.allclose(r.square().mean(), opt.evaluate())
         (torch.Size([200, 1]), True)
         """
-        return residuals(self._function, inputs, targets)
+        return residuals(self._engine, inputs, targets)
 
     def jvp(self, v: torch.Tensor) -> Any:
         """Return J times `v` (shape `(n,)`), where J is the Jacobian of the residuals of the loaded batch with respect
         to X: in the shape of `residuals`. Raises what `residuals` raises."""
-        return jacobian_product(self._function, v)
+        return jacobian_product(self._engine, v)
 
     def vjp(self, u: Any) -> torch.Tensor:
         """Return Jᵀ times `u`, which is like `residuals`: shape `(n,)`, X's dtype, summed in float64 along the tree of
         chunks. Raises what `residuals` raises, and `NonFiniteError`."""
-        return transposed_product(self._function, u)
+        return transposed_product(self._engine, u)
 
     def gauss_newton(self, v: torch.Tensor) -> torch.Tensor:
         """Return JᵀWJ times `v`, shape `(n,)`, or times each column of it, shape `(n, k)`: the same shape, X's dtype.
@@ -199,7 +199,7 @@ class Evaluations:
         >>> torch.allclose(opt.gauss_newton(v), opt.normal().matrix @ v)
         True
         """
-        return gauss_newton_product(self._function, v)
+        return gauss_newton_product(self._engine, v)
 
     def normal(self, *, limit: int = LARGEST) -> Normal:
         """Return f, JᵀWr and JᵀWJ of the loaded batch at X in one pass over the samples: see `Normal`.
@@ -214,13 +214,13 @@ class Evaluations:
         >>> normal.matrix.shape, torch.allclose(2 * normal.vector, opt.grad_parameters)
         (torch.Size([25, 25]), True)
         """
-        return normal(self._function, limit)
+        return normal(self._engine, limit)
 
     def gram(self, *, limit: int = LARGEST) -> torch.Tensor:
         """Return JJᵀ of the loaded batch, without weights: shape `(N, N)`, float64, for the N residuals in the order of
         `residuals`, one term after the other. For few residuals: all rows of J are in memory together. Raises
         `ValueError` for more than `limit` of them, and what `residuals` raises."""
-        return gram(self._function, limit)
+        return gram(self._engine, limit)
 
     @overload
     def evaluate_many(self, points: Points, gradients: Literal[False] = False) -> torch.Tensor: ...
@@ -247,7 +247,7 @@ class Evaluations:
         >>> losses.shape, gradients.shape
         (torch.Size([3]), torch.Size([3, 25]))
         """
-        return evaluate_many(self._function, points, gradients)
+        return evaluate_many(self._engine, points, gradients)
 
     def input_gradients(self, inputs: Any = None, targets: Any = None) -> Any:
         """Return df/d(inputs), the gradient of f with respect to the inputs, in their structure, a row for each sample.
@@ -258,7 +258,7 @@ class Evaluations:
         >>> opt.input_gradients(x, y).shape
         torch.Size([200, 1])
         """
-        return input_gradients(self._function, inputs, targets)
+        return input_gradients(self._engine, inputs, targets)
 
     # ---- any function of the batch
 
@@ -321,7 +321,7 @@ class Evaluations:
         torch.Size([200, 8])
         """
         data = inputs, targets
-        return apply(self._function, collect, function, data, grad=grad, train=train, layers=layers)
+        return apply(self._engine, collect, function, data, grad=grad, train=train, layers=layers)
 
     @overload
     def total(
@@ -365,7 +365,7 @@ class Evaluations:
         >>> torch.allclose(total / len(x), torch.nn.functional.mse_loss(model(x), y))
         True
         """
-        return apply(self._function, total, function, (inputs, targets), grad=grad, train=train)
+        return apply(self._engine, total, function, (inputs, targets), grad=grad, train=train)
 
     def outputs(self) -> Any:
         """Return the module's outputs in the last evaluation, in sample order, without another forward.
@@ -379,8 +379,8 @@ class Evaluations:
         >>> torch.allclose(torch.nn.functional.mse_loss(opt.outputs(), y), f)
         True
         """
-        self._function.check_open()
-        found = self._function.history.outputs
+        self._engine.check_open()
+        found = self._engine.history.outputs
         if found is None:
             raise BatchoptError(
                 "there are no outputs: set opt.keep_outputs = True before the batch is evaluated, or call "
@@ -395,7 +395,7 @@ class Evaluations:
         This needs a criterion, which is given the output: with `loss_fn`, `terms` or a module that returns its loss,
         setting it raises `ValueError`.
         """
-        return self._function.workers.mode.outputs
+        return self._engine.workers.mode.outputs
 
     @keep_outputs.setter
     @exclusive
@@ -405,7 +405,7 @@ class Evaluations:
                 "outputs are seen only where a criterion is given them, and here the loss is made by a function: use "
                 "opt.collect(lambda module, inputs, targets: module(inputs))"
             )
-        self._function.workers.keep_outputs(keep)
+        self._engine.workers.keep_outputs(keep)
 
     @overload
     def predict(self, inputs: Array, *, transform: Callable[[Any], R]) -> R: ...
@@ -430,13 +430,13 @@ class Evaluations:
         >>> opt.predict(x, transform=lambda outputs: outputs > 0).dtype
         torch.bool
         """
-        return predict(self._function, inputs, transform)
+        return predict(self._engine, inputs, transform)
 
     def iter_predict(
         self, batches: Iterable[Any], *, transform: Callable[[Any], Any] | None = None
     ) -> Iterator[tuple[Any, Any]]:
         """Yield `(outputs, batch)` for each batch of a loader, like `predict`, while the next one is read."""
-        return iter_predict(self._function, batches, transform)
+        return iter_predict(self._engine, batches, transform)
 
     @overload
     def score(
@@ -461,7 +461,7 @@ class Evaluations:
         >>> sorted(found), type(found["mse"])
         (['mse', 'worst'], <class 'float'>)
         """
-        return score(self._function, data, metrics, transform)
+        return score(self._engine, data, metrics, transform)
 
     @property
     def parameters(self) -> torch.Tensor:
@@ -471,29 +471,29 @@ class Evaluations:
         A parameter that was assigned other memory (`p.data = ...`) is copied into X and becomes a view of it again,
         here and in every other call. Raises `BatchoptError` where that is impossible: see `BatchOptimizer`.
         """
-        return self._function.parameters
+        return self._engine.parameters
 
     @property
     def grad_parameters(self) -> torch.Tensor:
         """df/dX at the last evaluation, in the order of `parameters`; shares memory with the parameters' `.grad`, in
         both directions. Another tensor after `loss`, whose gradients are not overwritten."""
-        return self._function.subject.gradient
+        return self._engine.subject.gradient
 
     @property
     def module(self) -> torch.nn.Module:
         """The user's module."""
-        return self._function.subject.module
+        return self._engine.subject.module
 
     @property
     def criterion(self) -> Callable[..., Any] | None:
         """The user's criterion."""
-        return self._function.settings.criterion
+        return self._engine.settings.criterion
 
     @property
     def losses(self) -> dict[str, float]:
         """The mean (or sum) of each term by name, without its weight, at the evaluation of `output`; empty without
         terms and before the first evaluation."""
-        return dict(self._function.history.counters.terms)
+        return dict(self._engine.history.counters.terms)
 
     @property
     def weights(self) -> Mapping[str, float]:
@@ -502,38 +502,38 @@ class Evaluations:
         Assigning a dict with a weight for each term takes effect with the batch loaded next. Raises `TypeError` or
         `ValueError` unless it has exactly the terms' names, and each weight is finite and >= 0.
         """
-        return MappingProxyType({name: term.weight for name, term in (self._function.reader.terms or {}).items()})
+        return MappingProxyType({name: term.weight for name, term in (self._engine.reader.terms or {}).items()})
 
     @weights.setter
     @exclusive
     def weights(self, weights: Mapping[str, float]) -> None:
-        reader = self._function.reader
+        reader = self._engine.reader
         reader.terms = reweighed(reader.terms, weights)
 
     @property
     def hook_results(self) -> list[Any]:
         """Results of the posthook in the last evaluation, in sample order."""
-        return self._function.history.hook_results
+        return self._engine.history.hook_results
 
     @property
     def output(self) -> float:
         """The loss of the parameters after the last step if evaluated, else that of the last evaluation; 0 at first."""
-        return self._function.history.counters.loss
+        return self._engine.history.counters.loss
 
     @property
     def eval_counter(self) -> int:
         """The number of evaluations so far."""
-        return self._function.history.counters.evaluations
+        return self._engine.history.counters.evaluations
 
     @property
     def batch_counter(self) -> int:
         """The number of batches stepped on so far."""
-        return self._function.history.counters.batches
+        return self._engine.history.counters.batches
 
     @property
     def sample_counter(self) -> int:
         """The number of samples of the batches stepped on so far."""
-        return self._function.history.counters.samples
+        return self._engine.history.counters.samples
 
     @exclusive
     def full_gradient(
@@ -556,7 +556,7 @@ class Evaluations:
         >>> abs(f - opt.evaluate().item()) < 1e-12
         True
         """
-        return full_gradient(self._function, data, self.evaluate, convert)
+        return full_gradient(self._engine, data, self.evaluate, convert)
 
     def objective(self) -> FlatObjective:
         """Return f of the loaded batch as a function of a flat NumPy vector, for solvers outside torch: a
@@ -571,17 +571,17 @@ class Evaluations:
         >>> abs(opt.evaluate().item() - found.fun) < 1e-9
         True
         """
-        check_exact(self._function, "objective()")
-        return FlatObjective(self._function, self.evaluate)
+        check_exact(self._engine, "objective()")
+        return FlatObjective(self._engine, self.evaluate)
 
     @property
     def workers(self) -> Sequence[WorkerInfo]:
         """Each worker's rank, pid, host, device, speed, samples, busy seconds, restarts, and whether it lives."""
-        return self._function.workers.infos
+        return self._engine.workers.infos
 
     def fingerprint(self) -> str:
         """Return the sha256, in hexadecimal, of the parameters, the counters and all losses so far.
 
         It is equal for two runs with the same bits: with `chunk_size`, for any number of workers.
         """
-        return self._function.history.counters.fingerprint(self.parameters)
+        return self._engine.history.counters.fingerprint(self.parameters)

@@ -20,21 +20,21 @@ from batchopt._data.batches import as_tensors as as_tensors
 from batchopt._data.epochs import Batches as Batches
 from batchopt._data.epochs import LoaderSource as LoaderSource
 from batchopt._data.epochs import Source as Source
-from batchopt._function import prepared as prepared_batches
-from batchopt._function.checks import Difference as Difference
-from batchopt._function.checks import cut_differences as differences
-from batchopt._function.closure import Closure
-from batchopt._function.observer import Evaluated as Evaluated
-from batchopt._function.observer import Observer as Observer
-from batchopt._function.observer import Stepped as Stepped
-from batchopt._function.prediction import Scored as Scored
-from batchopt._function.prediction import Scoring as Scoring
-from batchopt._function.prepared import PreparedBatch as PreparedBatch
-from batchopt._function.reporter import ProgressBar as ProgressBar
-from batchopt._function.search import coordination as coordination
-from batchopt._function.step import EXAMINED
-from batchopt._function.twin import doubled as doubled
-from batchopt._function.twin import twin_of
+from batchopt._engine import prepared as prepared_batches
+from batchopt._engine.checks import Difference as Difference
+from batchopt._engine.checks import cut_differences as differences
+from batchopt._engine.observer import Evaluated as Evaluated
+from batchopt._engine.observer import Observer as Observer
+from batchopt._engine.observer import Stepped as Stepped
+from batchopt._engine.prepared import PreparedBatch as PreparedBatch
+from batchopt._engine.reporter import ProgressBar as ProgressBar
+from batchopt._engine.search import coordination as coordination
+from batchopt._engine.step import EXAMINED
+from batchopt._engine.twin import doubled as doubled
+from batchopt._engine.twin import twin_of
+from batchopt._functions.closure import Closure
+from batchopt._functions.prediction import Scored as Scored
+from batchopt._functions.prediction import Scoring as Scoring
 from batchopt._machine.cores import usable_cores as usable_cores
 from batchopt._machine.ownership import exclusive
 from batchopt._mapreduce.answers import Answer as Answer
@@ -83,52 +83,52 @@ def observe(opt: Evaluations, observer: Followed) -> AbstractContextManager[Foll
     """
     if not isinstance(observer, Observer):
         raise TypeError(f"`observer` must be a batchopt.Observer; got {type(observer).__name__}")
-    return opt._function.observers.including(observer)
+    return opt._engine.observers.including(observer)
 
 
 def verbosity(opt: Evaluations) -> int:
     """Return the amount of reports: `verbose` of `BatchOptimizer`."""
-    return opt._function.observers.reporter.verbose
+    return opt._engine.observers.reporter.verbose
 
 
 def report(opt: Evaluations, verbose: int) -> None:
     """Report so much from now on, in the process that reports."""
-    verbose, workers = read("verbose", verbose), opt._function.workers
+    verbose, workers = read("verbose", verbose), opt._engine.workers
     if workers.backend.is_main and not workers.closed:
-        opt._function.observers.report(verbose)
+        opt._engine.observers.report(verbose)
 
 
 def arguments(opt: Evaluations) -> Mapping[str, Any]:
     """Return the arguments as they were read, by name: `backend`, `devices`, `chunk_size`, `seed`, ..."""
-    return MappingProxyType(vars(opt._function.settings))
+    return MappingProxyType(vars(opt._engine.settings))
 
 
 def position(opt: Evaluations) -> int:
     """Return the number of evaluations so far as if no step had been paused: what draws that follow from it depend
     on."""
-    return opt._function.history.counters.position
+    return opt._engine.history.counters.position
 
 
 def product_counter(opt: Evaluations) -> int:
     """Return the number of Hessian-vector products so far."""
-    return opt._function.history.counters.products
+    return opt._engine.history.counters.products
 
 
 def batch_size(opt: Evaluations) -> int:
     """Return the number of samples of the loaded batch. Raises `BatchoptError` if there is none."""
-    return opt._function.loaded().batch.size
+    return opt._engine.loaded().batch.size
 
 
 def chunk_size(opt: Evaluations) -> int | None:
     """Return the number of samples in a chunk of the loaded batch; None: each worker has one, by its speed. Raises
     `BatchoptError` if there is none."""
-    return opt._function.loaded().chunk_size
+    return opt._engine.loaded().chunk_size
 
 
 def weighings(opt: Evaluations) -> dict[str | None, Weighing]:
     """Return the way in which each term of the loaded batch, by name, weights its samples; without terms, under None.
     Raises `BatchoptError` if there is none."""
-    step, found = opt._function.loaded(), {}
+    step, found = opt._engine.loaded(), {}
     for part, weight in zip(step.batch.parts, step.weights, strict=True):
         own, weights = part.weighting, part.criterion_rows.get(SAMPLE_WEIGHT)
         found[part.name] = Weighing(weight, own.reduction, own.size, own.divisor, weights, part.one_by_one)
@@ -137,7 +137,7 @@ def weighings(opt: Evaluations) -> dict[str | None, Weighing]:
 
 def compiled(opt: Evaluations) -> str:
     """Return the way in which evaluations are compiled, in words; empty if they are not."""
-    found = opt._function.policies.compilation
+    found = opt._engine.policies.compilation
     return "" if found is None else str(found)
 
 
@@ -150,7 +150,7 @@ def closure(opt: Evaluations) -> Closure:
     >>> float(optimizer.step(batchopt.extending.closure(opt))) > optimizer.result.f
     True
     """
-    return Closure(opt._function, opt.evaluate)
+    return Closure(opt._engine, opt.evaluate)
 
 
 def prepared(
@@ -165,7 +165,7 @@ def prepared(
     it is loaded, or when the loop continues without it. `convert` makes a batch, as for `steps`, of what `batches`
     yield.
     """
-    return prepared_batches.prepared(opt._function, batches, convert)
+    return prepared_batches.prepared(opt._engine, batches, convert)
 
 
 def scored(
@@ -180,7 +180,7 @@ def scored(
     >>> [batch.samples for batch in scoring], sorted(scoring.values)
     ([200], ['mse'])
     """
-    return Scoring(opt._function, data, metrics, transform)
+    return Scoring(opt._engine, data, metrics, transform)
 
 
 @contextmanager
@@ -198,14 +198,14 @@ def apart(opt: Evaluations, name: str = "apart()", *, chunk_size: int | None = N
     """
     opt._owner.check_between_steps(name.removesuffix("()"))
     size = None if chunk_size is None else read_count("chunk_size", chunk_size)
-    with opt._function.apart(name, chunk_size=size, **EXAMINED):
+    with opt._engine.apart(name, chunk_size=size, **EXAMINED):
         yield
 
 
 @contextmanager
 def uncompiled(opt: Evaluations) -> Iterator[None]:
     """Evaluate eagerly inside a `with` statement where evaluations are compiled."""
-    workers = opt._function.workers
+    workers = opt._engine.workers
     artifacts = workers.mode.artifacts
     try:
         workers.evaluate_by(())
@@ -229,7 +229,7 @@ def twin(
     ...     torch.equal(twin.evaluate(), opt.evaluate())
     True
     """
-    return Evaluations(twin_of(opt._function, double, hooks, loaded, changes))
+    return Evaluations(twin_of(opt._engine, double, hooks, loaded, changes))
 
 
 @exclusive
@@ -237,11 +237,11 @@ def cut_differences(opt: Evaluations, largest: int) -> list[Difference]:
     """Return the terms of the loaded batch whose loss depends on how it is cut, judged by a few samples of each,
     evaluated by one worker in one forward and in two parts, with the same random draws; `largest` is the number of
     samples of the largest chunk. Each `Difference` says what was found, and whether it is `decided`."""
-    return differences(opt._function, largest)
+    return differences(opt._engine, largest)
 
 
 @exclusive
 def once(opt: Evaluations, function: Callable[[], T]) -> T:
     """Call `function` and return its result; with `backend="ranks"` rank 0 calls it, and all ranks return its result,
     or raise its exception. It is for what depends on a clock, or writes files."""
-    return opt._function.workers.backend.once(function)
+    return opt._engine.workers.backend.once(function)

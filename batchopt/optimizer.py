@@ -11,15 +11,15 @@ import torch
 
 from batchopt._data import arguments
 from batchopt._data.terms import Term
-from batchopt._function import checkpoint
-from batchopt._function.closure import Closure, of_second_derivatives
-from batchopt._function.ending import Ending
-from batchopt._function.engine import Engine
-from batchopt._function.prepared import PreparedBatch, prepared
-from batchopt._function.resumption import ENTRIES, resuming, state_of
-from batchopt._function.settings import Settings
-from batchopt._function.stepping import Stepping
-from batchopt._function.workers import anticipate
+from batchopt._engine import checkpoint
+from batchopt._engine.engine import Engine
+from batchopt._engine.prepared import PreparedBatch, prepared
+from batchopt._engine.resumption import ENTRIES, resuming, state_of
+from batchopt._engine.settings import Settings
+from batchopt._engine.steps import Stepping
+from batchopt._engine.stop_requests import Ending
+from batchopt._engine.workers import anticipate
+from batchopt._functions.closure import Closure, of_second_derivatives
 from batchopt._machine.cores import torch_threads
 from batchopt._machine.ownership import exclusive
 from batchopt._mapreduce.reduce import LARGE
@@ -205,7 +205,7 @@ class BatchOptimizer(Studies):
         if settings.compress is not None:
             check_goes_by_any_gradient(self.optimizer)
         me = weakref.proxy(self)
-        agree = (lambda why: me._function.workers.backend.first(why)) if settings.backend_class.has_peers else None
+        agree = (lambda why: me._engine.workers.backend.first(why)) if settings.backend_class.has_peers else None
         ending = Ending(settings.stop_on, agree)  # first: workers ignore these signals
         weakref.finalize(self, ending.close)
         try:
@@ -214,10 +214,10 @@ class BatchOptimizer(Studies):
             ending.close()
             raise
         self._rollback = Rollback(subject.x)
-        self._stepping = Stepping(self._function, self._rollback, ending)
+        self._stepping = Stepping(self._engine, self._rollback, ending)
         self._history = History(settings.history) if settings.history else None
         if self._history is not None:
-            self._function.observers.append(self._history)
+            self._engine.observers.append(self._history)
 
     # ---- steps
 
@@ -252,9 +252,9 @@ class BatchOptimizer(Studies):
         return self._step(lambda: self.load(inputs, targets, options), time_limit)
 
     def _step(self, load: Callable[[], None], time_limit: float | None = None) -> float:
-        function, owner = self._function, self._owner
-        function.check_open()
-        function.end_step()
+        engine, owner = self._engine, self._owner
+        engine.check_open()
+        engine.end_step()
         outer_work, owner.doing = owner.doing, owner.doing or "a step"
         reports = type(self).optimize is BatchOptimizer.optimize and isinstance(self.optimizer, Minimizer)
         try:
@@ -289,17 +289,17 @@ class BatchOptimizer(Studies):
         self._owner.check_between_steps("multistart")
         choice, step = self._choice if optimizer is None else optimizer, self._step_with
         found = multistart_of(self, starts, choice, keep, steps, step, lambda: self.stopped is not None)
-        self._function.settle()
+        self._engine.settle()
         return found
 
     @exclusive
     def _step_with(self, optimizer: torch.optim.Optimizer) -> float:
         """Take a step of another optimizer, made for this module's parameters, on the loaded batch; return the loss.
         Several have the same random draws, and begin from the same buffers."""
-        self._function.ready()
+        self._engine.ready()
         own, self.optimizer = self.optimizer, optimizer
         try:
-            return self._step(self._function.step_again)
+            return self._step(self._engine.step_again)
         finally:
             self.optimizer = own
 
@@ -350,7 +350,7 @@ class BatchOptimizer(Studies):
         """True if the last step was ended before its optimizer would have. Its batch does not count yet: the next step
         on it, also of another process that has loaded what this one saved, makes the rest, with the same iterates, and
         with `chunk_size` the same bits."""
-        return self._function.history.counters.paused
+        return self._engine.history.counters.paused
 
     def close(self) -> None:
         self._stepping.ending.close()
@@ -371,19 +371,19 @@ class BatchOptimizer(Studies):
         >>> len(losses), opt.sample_counter
         (4, 200)
         """
-        for batch in prepared(self._function, batches):
+        for batch in prepared(self._engine, batches):
             yield self._step_on(batch)
 
     @exclusive
     def _step_on(self, batch: PreparedBatch, time_limit: float | None = None) -> float:
-        prepared = batch.take(self._function)
-        function, ending = self._function, self._stepping.ending
-        counted = function.history.counters.batches
+        prepared = batch.take(self._engine)
+        engine, ending = self._engine, self._stepping.ending
+        counted = engine.history.counters.batches
         try:
-            return self._step(lambda: function.begin(prepared, batch.rows), time_limit)
+            return self._step(lambda: engine.begin(prepared, batch.rows), time_limit)
         finally:
             batch.is_last = ending.why is not None
-            if function.history.counters.batches > counted:
+            if engine.history.counters.batches > counted:
                 batch.finish()
 
     def optimize(self) -> None:
@@ -392,7 +392,7 @@ class BatchOptimizer(Studies):
         if self.optimizer is None:
             self.evaluate()
         else:
-            closure = Closure(self._function, self.evaluate)
+            closure = Closure(self._engine, self.evaluate)
             try:
                 with torch_threads(1 if self._fixes_threads else None):
                     if isinstance(self.optimizer, Minimizer):
@@ -411,29 +411,29 @@ class BatchOptimizer(Studies):
     def _fixes_threads(self) -> bool:
         """Tell whether the bits of the optimizer's own sums depend on the number of threads. Those of `Minimizer` do
         not, and for long vectors speed matters more than equal bits."""
-        function = self._function
-        alike = not function.workers.alone or function.settings.fixed_bits
-        return alike and function.subject.x.numel() < LARGE and not isinstance(self.optimizer, Minimizer)
+        engine = self._engine
+        alike = not engine.workers.alone or engine.settings.fixed_bits
+        return alike and engine.subject.x.numel() < LARGE and not isinstance(self.optimizer, Minimizer)
 
     # ---- workers
 
     @property
     def prehook(self) -> Hook | None:
         """The hook before each forward; assigning replaces it in all workers."""
-        return self._function.workers.hooks[0]
+        return self._engine.workers.hooks[0]
 
     @prehook.setter
     def prehook(self, hook: Hook | None) -> None:
-        self._function.set_hooks(hook, self.posthook)
+        self._engine.set_hooks(hook, self.posthook)
 
     @property
     def posthook(self) -> Hook | None:
         """The hook after each backward; assigning replaces it in all workers."""
-        return self._function.workers.hooks[1]
+        return self._engine.workers.hooks[1]
 
     @posthook.setter
     def posthook(self, hook: Hook | None) -> None:
-        self._function.set_hooks(self.prehook, hook)
+        self._engine.set_hooks(self.prehook, hook)
 
     def run_on_workers(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Call `function(worker, *args)` on each worker; return the values in rank order.
@@ -444,7 +444,7 @@ class BatchOptimizer(Studies):
         >>> opt.run_on_workers(lambda worker, factor: factor * worker.rank, 10)
         [0, 10]
         """
-        return self._function.run_on_workers(function, *args)
+        return self._engine.run_on_workers(function, *args)
 
     def calibrate(self) -> list[float]:
         """Time the workers on equal shares of the loaded batch; return the speeds in samples per second.
@@ -452,7 +452,7 @@ class BatchOptimizer(Studies):
         This is optional: the first evaluation, in equal shares, measures the speeds, and later ones keep them current.
         Hooks do not run here. Fixed `speeds` are returned unchanged.
         """
-        return self._function.calibrate()
+        return self._engine.calibrate()
 
     def resize(self, parallelize: int | str, speeds: Sequence[float] | None = None) -> None:
         """Change the number of workers to `parallelize` (as in `BatchOptimizer`), between steps; a batch has to be
@@ -465,7 +465,7 @@ class BatchOptimizer(Studies):
         >>> len(opt.workers)
         1
         """
-        self._function.resize(parallelize, speeds)
+        self._engine.resize(parallelize, speeds)
 
     # ---- saving and the end
 
@@ -479,7 +479,7 @@ class BatchOptimizer(Studies):
         """
         self._owner.check_between_steps("state_dict")
         past = {} if self._history is None else {"course": self._history.state_dict()}
-        return {**state_of(self._function, self.optimizer), **past}
+        return {**state_of(self._engine, self.optimizer), **past}
 
     @exclusive
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -489,9 +489,9 @@ class BatchOptimizer(Studies):
         Raises `ValueError` if the seed, the names of the terms or the class of the optimizer differ, or an entry is
         missing or invalid (or `TypeError`); what torch raises if shapes differ. Then nothing is changed.
         """
-        self._function.check_open()
+        self._engine.check_open()
         self._owner.check_between_steps("load_state_dict")
-        with resuming(self._function, self.optimizer, self._rollback, state):
+        with resuming(self._engine, self.optimizer, self._rollback, state):
             if self._history is not None:
                 self._history.load_state_dict(state.get("course", {"rows": [], "seconds": 0.0}))
 
@@ -515,13 +515,13 @@ class BatchOptimizer(Studies):
         >>> opt.load_checkpoint("run.batchopt", take=print)
         {'note': 'before the heat wave'}
         """
-        self._function.check_open()
+        self._engine.check_open()
         self._owner.check_between_steps("save")
-        self._function.end_step()
-        state, layout = self.state_dict(), self._function.subject.flat.layout
+        self._engine.end_step()
+        state, layout = self.state_dict(), self._engine.subject.flat.layout
         if taken := ENTRIES & extra.keys():
             raise ValueError(f"`extra` has {sorted(taken)}, which state_dict() has: call them something else")
-        self._function.workers.backend.once(lambda: checkpoint.write(path, {**state, **extra}, layout))
+        self._engine.workers.backend.once(lambda: checkpoint.write(path, {**state, **extra}, layout))
 
     @exclusive
     def load_checkpoint(
@@ -534,9 +534,9 @@ class BatchOptimizer(Studies):
         Nothing in the file is executed. Raises `CheckpointError`, and changes nothing, for a file that is damaged, or
         of a module with other parameters (by name and shape), other buffers, another seed or optimizer.
         """
-        self._function.check_open()
+        self._engine.check_open()
         self._owner.check_between_steps("load_checkpoint")
-        state = checkpoint.read(path, self._function.subject.flat.layout)
+        state = checkpoint.read(path, self._engine.subject.flat.layout)
         try:
             if take is not None:
                 take({name: value for name, value in state.items() if name not in ENTRIES})
@@ -547,7 +547,7 @@ class BatchOptimizer(Studies):
     @property
     def is_main(self) -> bool:
         """Tell whether this process prints and writes files: always, or with `backend="ranks"` only on rank 0."""
-        return self._function.workers.backend.is_main
+        return self._engine.workers.backend.is_main
 
     if not TYPE_CHECKING:  # a type checker would accept any name
 
@@ -556,19 +556,17 @@ class BatchOptimizer(Studies):
             raise AttributeError(f"BatchOptimizer has no attribute '{name}'{advice}", name=name, obj=self)
 
     def __repr__(self) -> str:
-        function, subject, past = self._function, self._function.subject, self._function.history.counters
-        loss = self.criterion or getattr(function.settings.loss_fn, "residual", function.settings.loss_fn)
+        engine, subject, past = self._engine, self._engine.subject, self._engine.history.counters
+        loss = self.criterion or getattr(engine.settings.loss_fn, "residual", engine.settings.loss_fn)
         parts = [f"{type(subject.module).__name__} of {subject.x.numel():,} parameters"]
         parts += (
-            [f"terms={[*function.reader.terms]}"]
-            if function.reader.terms
-            else [arguments.short(loss)] * (loss is not None)
+            [f"terms={[*engine.reader.terms]}"] if engine.reader.terms else [arguments.short(loss)] * (loss is not None)
         )
         parts.append(f"optimizer={None if self.optimizer is None else type(self.optimizer).__name__}")
-        parts.append("closed" if function.workers.closed else f"parallelize={len(function.workers.infos)}")
+        parts.append("closed" if engine.workers.closed else f"parallelize={len(engine.workers.infos)}")
         parts.append(f"{past.batches} batches, {past.evaluations} evaluations")
         parts += [f"loss {past.loss:.6g}"] * (past.evaluations > 0)
-        compilation = function.policies.compilation
+        compilation = engine.policies.compilation
         parts += [] if compilation is None else [str(compilation)]
         return f"BatchOptimizer({', '.join(parts)})"
 

@@ -112,4 +112,4 @@ class Studies(Evaluations):
         """
         from batchopt.extras.timeline import Timeline
 
-        return self._function.observers.including(Timeline())
+        return self._engine.observers.including(Timeline())

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 import batchopt
-from batchopt._function.least_squares import jacobian
+from batchopt._functions.least_squares import jacobian
 from batchopt._machine.cores import usable_cores
 from benchmarks import pinn
 from benchmarks.curves import Curve
@@ -174,7 +174,7 @@ def share_of_sum(seed: int) -> float:
     with run.opt as opt:
         opt.load(pinn.points_of(BURGERS, pinn.DRAWN, seed))
         for _ in range(8):
-            for name, work in (("normal", opt.normal), ("rows", lambda: jacobian(run.opt._function))):
+            for name, work in (("normal", opt.normal), ("rows", lambda: jacobian(run.opt._engine))):
                 began = time.perf_counter()
                 work()
                 times[name].append(time.perf_counter() - began)

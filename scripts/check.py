@@ -27,7 +27,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 MINUTE = 60.0
 # Tests of the promises that any file of these folders can break.
-GUARDED = ("batchopt/_function/", "batchopt/backends/")
+GUARDED = ("batchopt/_engine/", "batchopt/backends/")
 PROMISES = ("tests/faults/test_matrix.py", "tests/test_model.py", "tests/backends/test_contract.py")
 
 

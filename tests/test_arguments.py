@@ -24,7 +24,7 @@ from batchopt._data.arguments import (
     read_speeds,
 )
 from batchopt._data.batches import BatchSpec, read_part
-from batchopt._function.settings import Settings
+from batchopt._engine.settings import Settings
 from batchopt._machine.cores import usable_cores
 from batchopt._mapreduce.speeds import Speeds
 from batchopt.backends import backend_class

@@ -36,8 +36,8 @@ class Slow(nn.Module):
 @pytest.fixture
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """There are two cores, and workers start as soon as they are expected to be faster."""
-    monkeypatch.setattr("batchopt._function.tuning.usable_cores", lambda: 2)
-    monkeypatch.setattr("batchopt._function.search.START", 1e-9)
+    monkeypatch.setattr("batchopt._engine.tuning.usable_cores", lambda: 2)
+    monkeypatch.setattr("batchopt._engine.search.START", 1e-9)
 
 
 @pytest.fixture
@@ -52,8 +52,8 @@ def two_are_faster(monkeypatch: pytest.MonkeyPatch, two_cores: None) -> None:
 
 def choice_of(opt: BatchOptimizer) -> Any:
     """How far the choice has come."""
-    assert opt._function.policies.tuner is not None
-    return opt._function.policies.tuner.search
+    assert opt._engine.policies.tuner is not None
+    return opt._engine.policies.tuner.search
 
 
 def has_chosen(opt: BatchOptimizer) -> bool:
@@ -106,7 +106,7 @@ def test_f_and_its_gradient_are_those_of_one_process_whoever_evaluates(chunk_siz
 def test_four_workers_are_tried_then_two_with_two_threads_each(
     monkeypatch: pytest.MonkeyPatch, two_cores: None
 ) -> None:
-    for place in ("_function.tuning", "_data.arguments"):
+    for place in ("_engine.tuning", "_data.arguments"):
         monkeypatch.setattr(f"batchopt.{place}.usable_cores", lambda: 4)
     case, module = mlp(), Slow(0.0)
     expected, gradient = reference(module, case.criterion, case.inputs, case.targets)
@@ -156,7 +156,7 @@ def test_a_batch_is_not_cut_where_that_would_change_f() -> None:
 def at_once(monkeypatch: pytest.MonkeyPatch, two_cores: None) -> Callable[[dict[tuple[int, int], float]], None]:
     """Devices, too, start as soon as they are expected to be faster; evaluations take these seconds, by the number of
     workers and of devices."""
-    monkeypatch.setattr("batchopt._function.search.DEVICE", 1e-9)
+    monkeypatch.setattr("batchopt._engine.search.DEVICE", 1e-9)
     with BatchOptimizer(**parts(Mlp().double())) as opt:
         kind = type(choice_of(opt))
     took, share_took = kind.took, kind.share_took
@@ -263,7 +263,7 @@ def test_an_interrupt_before_a_device_was_compared_leaves_it_unused_and_what_the
     at_once: Any, monkeypatch: pytest.MonkeyPatch, resized: bool
 ) -> None:
     at_once({(1, 0): 0.1, (1, 1): 0.01, (2, 0): 0.05, (3, 0): 0.2})
-    calls, compared = [], vars(sys.modules["batchopt._function.tuning"])["_values"]
+    calls, compared = [], vars(sys.modules["batchopt._engine.tuning"])["_values"]
 
     def interrupted(engine: Any, cut: Any) -> Any:
         if engine.workers.way.devices:
@@ -272,7 +272,7 @@ def test_an_interrupt_before_a_device_was_compared_leaves_it_unused_and_what_the
                 raise KeyboardInterrupt
         return compared(engine, cut)
 
-    monkeypatch.setattr("batchopt._function.tuning._values", interrupted)
+    monkeypatch.setattr("batchopt._engine.tuning._values", interrupted)
     with BatchOptimizer(**parts(Elsewhere(other)), devices=["cpu:0"]) as opt:
         with pytest.raises(KeyboardInterrupt):
             chosen(opt)
@@ -307,7 +307,7 @@ def test_with_state_in_workers_their_number_is_one_per_core_and_stays() -> None:
     case = mlp()
     hooked: dict[str, Any] = {"prehook": lambda worker, sample: None}
     with BatchOptimizer(**parts(Mlp().double()), **hooked) as opt:
-        assert opt._function.policies.tuner is None
+        assert opt._engine.policies.tuner is None
     with BatchOptimizer(**parts(Mlp().double())) as opt:
         opt.load(case.inputs, case.targets)
         expected = opt.evaluate()

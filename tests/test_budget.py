@@ -17,7 +17,8 @@ FLOORS = (
     ("batchopt._machine",),
     ("batchopt._data", "batchopt._program", "batchopt._mapreduce"),
     ("batchopt.backends", "batchopt.optim"),
-    ("batchopt._function",),
+    ("batchopt._engine",),
+    ("batchopt._functions",),
     ("batchopt",),
     ("batchopt.ignite",),
 )

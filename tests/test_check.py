@@ -19,7 +19,7 @@ from tests.pairs import covering
         ("README.md", ["tests/test_docs.py"]),
         ("workers/batchopt_workers/evaluate/tree.py", ["tests/workers/test_tree.py", "tests/test_reduce.py"]),
         ("batchopt/backends/process/roster.py", ["tests/backends/test_process_roster.py"]),
-        ("batchopt/_function/engine.py", ["tests/faults/test_matrix.py", "tests/test_model.py"]),
+        ("batchopt/_engine/engine.py", ["tests/faults/test_matrix.py", "tests/test_model.py"]),
         ("batchopt/backends/nodes/placing.py", ["tests/backends/test_cluster.py", "tests/backends/test_contract.py"]),
         ("batchopt/optim/lbfgs.py", ["tests/optim/test_lbfgs.py"]),
         ("tests/workloads.py", ["tests/test_exact.py"]),

@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from batchopt import LBFGS, BatchOptimizer, Term
-from batchopt._function import checkpoint
+from batchopt._engine import checkpoint
 from batchopt.errors import CheckpointError
 from batchopt_workers.life import faults
 from batchopt_workers.wire.layout import Layout

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchopt._function.search import DEVICE, GAIN, MANY, START, Search, Way, coordination
+from batchopt._engine.search import DEVICE, GAIN, MANY, START, Search, Way, coordination
 
 ALONE, ONE, TWO = Way(1, None), Way(1, 1), Way(2, 1)
 CARD = torch.device("cuda", 0)

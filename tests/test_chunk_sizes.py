@@ -22,8 +22,8 @@ def line() -> nn.Module:
 def faster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Whether small or large chunks are faster, by a clock of our own: the machine's may be busy."""
     with BatchOptimizer(line(), nn.MSELoss(), optimizer=None, chunk_size="auto") as opt:
-        assert opt._function.policies.tuner is not None
-        search: Any = type(opt._function.policies.tuner.search)
+        assert opt._engine.policies.tuner is not None
+        search: Any = type(opt._engine.policies.tuner.search)
     took = search.took
 
     def timed(self: Any, seconds: float) -> None:
@@ -44,7 +44,7 @@ def evaluated(module: nn.Module, evaluations: int = 50, **options: Any) -> Batch
 
 
 def size_of(opt: BatchOptimizer) -> int | None:
-    step = opt._function.step
+    step = opt._engine.step
     assert step is not None
     return step.chunk_size
 

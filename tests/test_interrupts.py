@@ -77,7 +77,7 @@ def test_a_step_that_is_interrupted_at_its_very_end_leaves_the_buffers_as_they_w
         before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
         counters = opt.batch_counter
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr("batchopt._function.engine.Engine.stepped", interrupted)
+            patch.setattr("batchopt._engine.engine.Engine.stepped", interrupted)
             opt.step(X, Y)
         assert opt.batch_counter == counters
         for key, tensor in module.state_dict().items():
@@ -182,7 +182,7 @@ def test_a_late_report_of_an_abandoned_call_is_not_taken_for_one_of_the_next(
         thread.join()
         with torch.no_grad():
             module.second.bias.add_(1.0)
-        pool = opt._function.workers.backend._pool  # type: ignore[attr-defined]
+        pool = opt._engine.workers.backend._pool  # type: ignore[attr-defined]
         real = pool.look
 
         def look(listener: Any) -> None:

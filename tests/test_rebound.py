@@ -57,7 +57,7 @@ def is_x(opt: BatchOptimizer) -> bool:
 
 
 def product(opt: BatchOptimizer) -> None:
-    opt.hvp(torch.ones_like(opt._function.subject.x))
+    opt.hvp(torch.ones_like(opt._engine.subject.x))
 
 
 def value(opt: BatchOptimizer) -> None:
@@ -92,7 +92,7 @@ def test_every_call_takes_over_what_was_rebound(workers: int) -> None:
             rebind(module)
             expected = parameters_to_vector(module.parameters()).detach().clone()
             call(opt)
-            assert torch.equal(opt._function.subject.x, expected), name
+            assert torch.equal(opt._engine.subject.x, expected), name
             assert is_x(opt), name
             opt.load(X, Y)
             assert opt.evaluate().item() == pytest.approx(loss(module), rel=1e-6), name

@@ -198,7 +198,7 @@ def test_an_overridden_map_is_not_repeated() -> None:
             opt.evaluate()
             assert not opt.grad_parameters.any()
         for _ in range(3):
-            opt._function.evaluate()
+            opt._engine.evaluate()
             assert opt.grad_parameters.any()
             move(opt)
 

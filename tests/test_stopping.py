@@ -165,7 +165,7 @@ def test_a_limit_shorter_than_an_evaluation_still_leads_to_the_end(
 
 def test_a_time_limit_is_of_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr("batchopt._function.ending.time.monotonic", lambda: now)
+    monkeypatch.setattr("batchopt._engine.stop_requests.time.monotonic", lambda: now)
 
     def tick(_: Any) -> bool:
         nonlocal now
@@ -489,14 +489,14 @@ def test_ctrl_c_in_the_last_calls_of_a_step_waits_until_it_is_made_or_undone(
     assert norm.running_mean is not None
     with BatchOptimizer(module, nn.MSELoss(), on_interrupt="undo" if undo else "keep") as opt:
         before, mean = opt.parameters.clone(), norm.running_mean.clone()
-        end = type(opt._function).end_step
+        end = type(opt._engine).end_step
 
         def interrupted(self: Any) -> None:
             if self.history.counters.evaluations:
                 send(signal.SIGINT)()
             end(self)
 
-        monkeypatch.setattr(type(opt._function), "end_step", interrupted)
+        monkeypatch.setattr(type(opt._engine), "end_step", interrupted)
         with pytest.raises(KeyboardInterrupt):
             opt.step(X, Y)
         monkeypatch.undo()

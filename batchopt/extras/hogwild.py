@@ -13,8 +13,8 @@ from batchopt._data import arguments
 from batchopt._data.batches import BatchSpec, read_part
 from batchopt._data.epochs import permutation
 from batchopt._data.prefetch import as_arguments
-from batchopt._function.engine import Engine
-from batchopt._function.tasks import collect
+from batchopt._engine.engine import Engine
+from batchopt._functions.tasks import collect
 from batchopt.errors import NonFiniteError
 from batchopt.evaluations import Evaluations
 from batchopt_workers.batch.batch import Batch, Columns, Part
@@ -61,26 +61,26 @@ def hogwild(
     ...     batchopt.hogwild(opt, (x, 2 * x), sgd, batch_size=10, epochs=3)
     HogwildResult(losses of 30 mini-batches)
     """
-    function = opt._function
-    function.check_open()
-    if not function.settings.backend_class.local or (function.settings.devices or function.settings.candidates):
+    engine = opt._engine
+    engine.check_open()
+    if not engine.settings.backend_class.local or (engine.settings.devices or engine.settings.candidates):
         raise ValueError("hogwild() needs workers that share memory: backend='process' without `devices`")
     arguments.check_callable("optimizer", optimizer)
-    function.freeze_workers()
-    part = _read(function, data)
-    _refuse_statistics(function.subject.module)
+    engine.freeze_workers()
+    part = _read(engine, data)
+    _refuse_statistics(engine.subject.module)
     size = arguments.read_count("batch_size", batch_size)
-    workers = len(function.workers.infos)
-    batches = _in_shards(part.size, size, arguments.read_count("epochs", epochs), shuffle, function, workers)
+    workers = len(engine.workers.infos)
+    batches = _in_shards(part.size, size, arguments.read_count("epochs", epochs), shuffle, engine, workers)
     ends = [0, *itertools.accumulate(map(len, batches))]
     cut = Cut((*ends[:-1:TOGETHER], ends[-1]))
     numbers = torch.arange(len(batches)).repeat_interleave(torch.tensor([len(batch) for batch in batches]))
     orders = Part(Columns((torch.cat(batches), numbers)), None, None, Weighting("mean", ends[-1]))
     task = Task(Hogwild(part, optimizer), aside=True, writes=True)
     try:
-        losses, ranks = collect(function, task, Batch((orders,)), cut)
+        losses, ranks = collect(engine, task, Batch((orders,)), cut)
     finally:
-        function.subject.written()
+        engine.subject.written()
     firsts = torch.tensor(ends[:-1])
     for batch, loss, rank in zip(batches, losses[firsts].tolist(), ranks[firsts].tolist(), strict=True):
         if math.isnan(loss) and rank >= 0:
@@ -88,7 +88,7 @@ def hogwild(
                 f"in hogwild(), in the mini-batch of samples {[*batch[:8].tolist()]}; parameters are where the steps "
                 "before have left them"
             )
-            steps, what = function.history.counters, "the loss or its gradient is not finite"
+            steps, what = engine.history.counters, "the loss or its gradient is not finite"
             raise NonFiniteError(what, None, range(0), steps.steps, steps.evaluations, where=where)
     found: list[list[float]] = [[] for _ in range(workers)]
     for loss, rank in zip(losses[firsts].tolist(), ranks[firsts].tolist(), strict=True):
@@ -96,22 +96,20 @@ def hogwild(
     return HogwildResult(found)
 
 
-def _read(function: Engine, data: Any) -> Part:
+def _read(engine: Engine, data: Any) -> Part:
     inputs, targets, _ = as_arguments(data) if isinstance(data, tuple) else (data, None, None)
-    first = next(iter(function.specs.values()))
+    first = next(iter(engine.specs.values()))
     part = read_part(inputs, targets, None, BatchSpec(first.collate, "mean", None, None, first.device))
     if part.one_by_one:
         raise ValueError("lists of samples need a `collate_fn`, which makes mini-batches of them")
     return part
 
 
-def _in_shards(
-    samples: int, size: int, epochs: int, shuffle: bool, function: Engine, workers: int
-) -> list[torch.Tensor]:
+def _in_shards(samples: int, size: int, epochs: int, shuffle: bool, engine: Engine, workers: int) -> list[torch.Tensor]:
     """Return the samples of each mini-batch, ordered by worker; worker `i` of `n` has every `n`-th one."""
     batches: list[torch.Tensor] = []
     for epoch in range(epochs):
-        order = permutation(samples, function.settings.seed, epoch) if shuffle else torch.arange(samples)
+        order = permutation(samples, engine.settings.seed, epoch) if shuffle else torch.arange(samples)
         batches += torch.split(order, size)
     return [batch for worker in range(workers) for batch in batches[worker::workers]]
 

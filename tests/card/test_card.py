@@ -269,7 +269,7 @@ def test_chunks_fit_into_what_there_is(memory: None, device: torch.device, batch
         card.forget_most()
         opt.evaluate()
         taken = card.counts().most - before
-        chunks = len(opt._function.loaded().plan.cut.bounds) - 1
+        chunks = len(opt._engine.loaded().plan.cut.bounds) - 1
         assert chunks == 1 if room is None else chunks > 1
         assert room is None or room / 16 < taken < room
 
@@ -290,7 +290,7 @@ def test_what_fitted_may_not_fit_any_more(memory: None, device: torch.device, ba
         card.limit(card.counts().allocated + (10_000_000 if large else 8_000_000))  # somebody else needs it now
         assert opt.evaluate().item() == pytest.approx(whole, rel=1e-12)
         assert opt.predict(x).shape == y.shape
-        assert len(opt._function.loaded().plan.cut.bounds) > 2
+        assert len(opt._engine.loaded().plan.cut.bounds) > 2
 
 
 def test_a_task_that_runs_out_of_memory_before_any_evaluation_did_is_cut(

@@ -155,7 +155,7 @@ def test_what_the_user_changes_is_seen(change: str, parallelize: int) -> None:
         if change == "a frozen parameter":
             opt.close()
         CHANGES[change](module, loss)
-    with make(module, loss_fn=loss, parallelize=parallelize) if opt._function.workers.closed else opt as opt:
+    with make(module, loss_fn=loss, parallelize=parallelize) if opt._engine.workers.closed else opt as opt:
         opt.load(X, Y)
         assert_is_plain(opt, loss)
         assert is_compiled(opt)
@@ -482,7 +482,7 @@ def loss(net, x, y):
 with batchopt.BatchOptimizer(torch.nn.Linear(3, 1), loss_fn=loss, optimizer=None, compile="auto") as opt:
     opt.load(torch.ones(20, 3))
     opt.evaluate()
-    print(opt._function.policies.compilation._compiler._process.pid, flush=True)
+    print(opt._engine.policies.compilation._compiler._process.pid, flush=True)
     while not os.path.exists({mark!r}):
         pass
     print("traced", flush=True)

@@ -25,7 +25,7 @@ def assert_compiled_is_eager(module: nn.Module, loss: Any, x: torch.Tensor, y: A
         with BatchOptimizer(module, **options, compile=how) as opt:
             opt.load(x, y)
             opt.evaluate()
-            compilation = opt._function.policies.compilation
+            compilation = opt._engine.policies.compilation
             if compilation is not None and compilation._compiler is not None:
                 compilation._compiler.reply(waits=True)
                 opt.evaluate()

@@ -49,8 +49,8 @@ def build(case: dict[str, Any], workload: Workload) -> batchopt.BatchOptimizer:
 
 def wait(opt: batchopt.BatchOptimizer) -> None:
     """Until all workers can work."""
-    if hasattr(opt._function.workers.backend, "_pool"):
-        opt._function.workers.backend._pool.wait()
+    if hasattr(opt._engine.workers.backend, "_pool"):
+        opt._engine.workers.backend._pool.wait()
 
 
 def run_tasks(case: dict[str, Any]) -> dict[str, Any]:

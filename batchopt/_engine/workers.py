@@ -11,9 +11,9 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from batchopt._data import arguments
-from batchopt._function.search import Way
-from batchopt._function.settings import Settings
-from batchopt._function.step import Step
+from batchopt._engine.search import Way
+from batchopt._engine.settings import Settings
+from batchopt._engine.step import Step
 from batchopt._mapreduce.plan import NEW, Plan, make_plan, replan
 from batchopt._mapreduce.reduce import Answers
 from batchopt._mapreduce.speeds import Speeds

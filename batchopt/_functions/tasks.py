@@ -10,8 +10,8 @@ import torch
 
 from batchopt._data import arguments
 from batchopt._data.batches import BatchSpec, BatchSpecs, read_batch
-from batchopt._function.checks import locate_nonfinite
-from batchopt._function.engine import Engine
+from batchopt._engine.checks import locate_nonfinite
+from batchopt._engine.engine import Engine
 from batchopt._mapreduce.answers import Answer, common_form, forms_of
 from batchopt._mapreduce.reduce import reduce_answers
 from batchopt_workers.batch.batch import Batch
@@ -49,16 +49,16 @@ def of_each(selections: Iterable[Selection], do: Callable[[Selection], Any]) -> 
     return found[None] if None in found else found
 
 
-def select(function: Engine, inputs: Any, targets: Any, specs: BatchSpecs) -> list[Selection]:
+def select(engine: Engine, inputs: Any, targets: Any, specs: BatchSpecs) -> list[Selection]:
     """Return the samples of each term of the loaded batch, or of the given data, whose terms are those of `specs`.
     Raises what `read_batch` raises."""
     if inputs is not None:
-        numbers = [*function.specs]
+        numbers = [*engine.specs]
         parts = read_batch(inputs, targets, None, specs).parts
         return [Selection(Batch((part,)), numbers.index(part.name)) for part in parts]
     if targets is not None:
         raise ValueError("`targets` were given without `inputs`: pass both, or neither for the loaded batch")
-    batch = function.ready().batch
+    batch = engine.ready().batch
     return [Selection(of_term(batch, number), number, aside=False) for number in range(len(batch.parts))]
 
 
@@ -93,13 +93,13 @@ def plain(specs: BatchSpecs) -> BatchSpecs:
     return {name: BatchSpec(spec.collate, "mean", None, None, spec.device, False) for name, spec in specs.items()}
 
 
-def collect(function: Engine, task: Task, batch: Batch, cut: Cut | None = None) -> Any:
+def collect(engine: Engine, task: Task, batch: Batch, cut: Cut | None = None) -> Any:
     """Return the results in sample order, of a batch that is cut as given or else as for evaluations."""
-    return function.carry_out(task, batch, Kind.COLLECT, partial(function.put_together, samples=batch.size), cut)
+    return engine.carry_out(task, batch, Kind.COLLECT, partial(engine.put_together, samples=batch.size), cut)
 
 
 def total(
-    function: Engine, task: Task, batch: Batch, what: str = "total", carry_out: Callable[..., Any] | None = None
+    engine: Engine, task: Task, batch: Batch, what: str = "total", carry_out: Callable[..., Any] | None = None
 ) -> Any:
     """Return the sum of the results, along the tree of chunks; `what` describes it. `carry_out`: None is the engine's.
     Raises `NonFiniteError`, unless f may be infinite too."""
@@ -109,16 +109,16 @@ def total(
         layout = sums_layout(form.columns)
         sums = torch.empty(layout.size, dtype=layout.dtype, device="cpu")
         finite = reduce_answers(answers, cut.chunks, sums).finite
-        if not finite and function.rules.on_nonfinite == "raise":
-            raise locate_nonfinite(function, Kind.TOTAL, cut, batch, what)
+        if not finite and engine.rules.on_nonfinite == "raise":
+            raise locate_nonfinite(engine, Kind.TOTAL, cut, batch, what)
         views = layout.views(sums)
         return form.filled([summed(column, view) for column, view in zip(form.columns, views, strict=True)])
 
-    return (carry_out or function.carry_out)(task, batch, Kind.TOTAL, whole)
+    return (carry_out or engine.carry_out)(task, batch, Kind.TOTAL, whole)
 
 
 def apply(
-    function: Engine,
+    engine: Engine,
     gather: Callable[[Engine, Task, Batch], Any],
     functions: Functions,
     data: tuple[Any, Any],
@@ -129,10 +129,10 @@ def apply(
 ) -> Any:
     """`collect` or `total` the results of the user's functions by term name; without terms, the one result. `data` is
     inputs and targets, or None twice for the loaded batch."""
-    function.check_open()
+    engine.check_open()
     arguments.read("train", train)
-    names = [*function.specs]
-    found = read_functions(functions, names, arguments.read_bool("grad", grad), layers, function.subject.module)
-    selections = select(function, *data, plain(function.specs))
+    names = [*engine.specs]
+    found = read_functions(functions, names, arguments.read_bool("grad", grad), layers, engine.subject.module)
+    selections = select(engine, *data, plain(engine.specs))
     selected = [s for s in selections if s.name in found]
-    return of_each(selected, lambda s: gather(function, s.task(found[s.name], train), s.batch))
+    return of_each(selected, lambda s: gather(engine, s.task(found[s.name], train), s.batch))

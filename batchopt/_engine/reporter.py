@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from tqdm import tqdm
 
-from batchopt._function.observer import Evaluated, Observer
+from batchopt._engine.observer import Evaluated, Observer
 from batchopt_workers.functions.inspection import name_of, normalises_by_chunk
 
 logger = logging.getLogger("batchopt")

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from batchopt._data.terms import reweighed
-from batchopt._function.step import Counters, History
+from batchopt._engine.step import Counters, History
 from batchopt._mapreduce.speeds import Speeds
 from batchopt.optim.choose import check_options
 
 if TYPE_CHECKING:
-    from batchopt._function.engine import Engine
+    from batchopt._engine.engine import Engine
     from batchopt.optim.rollback import Rollback
 
 # The last three are in states of `parallelize="auto"`, `compile` and `history` alone.
@@ -36,36 +36,36 @@ def class_of(optimizer: torch.optim.Optimizer | None) -> str | None:
     return f"{name} around {class_of(base)}" if isinstance(base, torch.optim.Optimizer) else name
 
 
-def state_of(function: Engine, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+def state_of(engine: Engine, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     """Return the state of a function and its optimizer, as `BatchOptimizer.state_dict` documents it."""
     return {
-        "module": function.synced().module.state_dict(),
+        "module": engine.synced().module.state_dict(),
         "optimizer": optimizer.state_dict() if optimizer is not None else None,
         "optimizer_class": class_of(optimizer),
-        "history": function.history.counters.state_dict(),
-        "speeds": list(function.workers.speeds.values),
-        "seed": function.settings.seed,
-        "weights": {name: term.weight for name, term in (function.reader.terms or {}).items()},
-        **function.policies.state(function.settings.automatic),
+        "history": engine.history.counters.state_dict(),
+        "speeds": list(engine.workers.speeds.values),
+        "seed": engine.settings.seed,
+        "weights": {name: term.weight for name, term in (engine.reader.terms or {}).items()},
+        **engine.policies.state(engine.settings.automatic),
     }
 
 
 @contextmanager
 def resuming(
-    function: Engine, optimizer: torch.optim.Optimizer | None, rollback: Rollback, state: dict[str, Any]
+    engine: Engine, optimizer: torch.optim.Optimizer | None, rollback: Rollback, state: dict[str, Any]
 ) -> Iterator[None]:
     """Continue from what `state_of` returned, and do what the block does; a batch has to be loaded again.
 
     If anything of this fails, all is as before: `ValueError` or `TypeError` for a state of something else or of another
     form, and what torch raises for other shapes."""
-    module, workers = function.subject.module, function.workers
-    with _undone_on_failure(function, optimizer, rollback):
-        _check_origin(state, optimizer, function.settings.seed)
+    module, workers = engine.subject.module, engine.workers
+    with _undone_on_failure(engine, optimizer, rollback):
+        _check_origin(state, optimizer, engine.settings.seed)
         counters, speeds = Counters(**state["history"]).checked(), tuple(state["speeds"])
         if not all(speed is None or 0 <= speed < math.inf for speed in speeds):
             raise ValueError(f"`speeds` of the state must be finite numbers >= 0, or None; got {speeds}")
         if state["weights"]:
-            function.reader.terms = reweighed(function.reader.terms, state["weights"])
+            engine.reader.terms = reweighed(engine.reader.terms, state["weights"])
         dtypes = {key: value.dtype for key, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
         module.load_state_dict(state["module"])
         if optimizer is not None:
@@ -75,26 +75,26 @@ def resuming(
                 _restore_dtypes(optimizer, state["optimizer"])
             check_options(optimizer)
         compiled = tuple(state.get("compiled", ()))
-        if compiled and function.policies.compilation is None and function.settings.fixed_bits:
+        if compiled and engine.policies.compilation is None and engine.settings.fixed_bits:
             message = (
                 "the evaluations before were compiled, and bits differ from here: compile=True keeps them the same"
             )
             warnings.warn(message, RuntimeWarning, stacklevel=4)
         yield
-        function.policies.resume(function, state)
-        function.history = History(counters, function.history.hook_results)
-    function.forget()
-    if function.policies.compilation is not None:
-        function.policies.compilation.expected = compiled
+        engine.policies.resume(engine, state)
+        engine.history = History(counters, engine.history.hook_results)
+    engine.forget()
+    if engine.policies.compilation is not None:
+        engine.policies.compilation.expected = compiled
     if len(speeds) == len(workers.infos) and not workers.speeds.fixed:
         workers.set_speeds(Speeds(speeds))
 
 
 @contextmanager
-def _undone_on_failure(function: Engine, optimizer: torch.optim.Optimizer | None, rollback: Rollback) -> Iterator[None]:
+def _undone_on_failure(engine: Engine, optimizer: torch.optim.Optimizer | None, rollback: Rollback) -> Iterator[None]:
     """Put everything back if the block fails. The attributes of an optimizer, and of one within it, are kept as they
     are: `load_state_dict` makes others."""
-    module, history, terms = function.subject.module, function.history, function.reader.terms
+    module, history, terms = engine.subject.module, engine.history, engine.reader.terms
     before = deepcopy(module.state_dict())
     parts = [] if optimizer is None else [optimizer, *vars(optimizer).values()]
     attributes = [(vars(part), {**vars(part)}) for part in parts if isinstance(part, torch.optim.Optimizer)]
@@ -102,7 +102,7 @@ def _undone_on_failure(function: Engine, optimizer: torch.optim.Optimizer | None
     try:
         yield
     except BaseException as error:
-        function.history, function.reader.terms = history, terms
+        engine.history, engine.reader.terms = history, terms
         for now, then in attributes:
             now.clear()
             now.update(then)

@@ -14,7 +14,7 @@ from batchopt._data import arguments
 from batchopt._data.batches import BatchSpec, BatchSpecs
 from batchopt._data.denominators import resolve_reduction
 from batchopt._data.terms import Term, read_terms
-from batchopt._function.search import Way
+from batchopt._engine.search import Way
 from batchopt._mapreduce.speeds import Speeds
 from batchopt.backends import BACKENDS, backend_class, effective_backend
 from batchopt.backends.base import Backend, CompressingBackend

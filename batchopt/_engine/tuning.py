@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-from batchopt._function.checks import COARSE, TOLERANCES, cut_differences
-from batchopt._function.evaluating import Evaluating
-from batchopt._function.search import FEW, Search, Way
-from batchopt._function.settings import Settings
-from batchopt._function.step import Step
+from batchopt._engine.checks import COARSE, TOLERANCES, cut_differences
+from batchopt._engine.evaluating import Evaluating
+from batchopt._engine.search import FEW, Search, Way
+from batchopt._engine.settings import Settings
+from batchopt._engine.step import Step
 from batchopt._machine.cores import usable_cores
 from batchopt._mapreduce.plan import Plan, make_plan, plan_of
 from batchopt._mapreduce.reduce import reduce_answers, weighed
@@ -219,6 +219,8 @@ class Tuner:
         if engine.settings.automatic:
             search = self.search
             chosen = search.present if search.is_over else ladders(engine.settings)[0][-1]
+            if not search.is_over and engine.settings.sizes_chunks and not self._sizes:
+                chosen = search.best  # only the sizes of chunks were still to be tried
             self._keep(engine, self._resumed or chosen, "workers may have state")
             self._use(engine, self.search.present)
 

@@ -30,19 +30,19 @@ from typing import Any, TypeVar
 import torch
 
 from batchopt._data.batches import BatchSpecs
-from batchopt._function.attempt import Attempt
-from batchopt._function.checks import cut_differences, locate_nonfinite
-from batchopt._function.compilation import DIFFERS, Abandoned
-from batchopt._function.observer import Evaluated
-from batchopt._function.observers import Observers
-from batchopt._function.policies import Policies
-from batchopt._function.prepared import PreparedBatch, with_denominators
-from batchopt._function.reader import BatchReader
-from batchopt._function.reporter import warn
-from batchopt._function.search import Way
-from batchopt._function.settings import Settings
-from batchopt._function.step import Counters, Found, History, Rows, Rules, Step
-from batchopt._function.workers import Workers
+from batchopt._engine.checks import cut_differences, locate_nonfinite
+from batchopt._engine.compilation import DIFFERS, Abandoned
+from batchopt._engine.observer import Evaluated
+from batchopt._engine.observers import Observers
+from batchopt._engine.policies import Policies
+from batchopt._engine.prepared import PreparedBatch, with_denominators
+from batchopt._engine.reader import BatchReader
+from batchopt._engine.reporter import warn
+from batchopt._engine.search import Way
+from batchopt._engine.settings import Settings
+from batchopt._engine.step import Counters, Found, History, Rows, Rules, Step
+from batchopt._engine.undo import Attempt
+from batchopt._engine.workers import Workers
 from batchopt._machine.ownership import Owner, exclusive, sole, undisturbed
 from batchopt._mapreduce.answers import Answer, common_form, forms_of
 from batchopt._mapreduce.plan import Plan, choose_chunk_size, make_plan, plan_of

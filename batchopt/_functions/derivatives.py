@@ -12,9 +12,9 @@ import torch
 
 from batchopt._data.arguments import read_bool, read_columns, read_floating
 from batchopt._data.batches import BatchSpec
-from batchopt._function.engine import Engine
-from batchopt._function.prepared import prepared, whole
-from batchopt._function.tasks import collect, of_each, select, total
+from batchopt._engine.engine import Engine
+from batchopt._engine.prepared import prepared, whole
+from batchopt._functions.tasks import collect, of_each, select, total
 from batchopt._mapreduce.reduce import weighed
 from batchopt.backends.base import Prepared
 from batchopt.errors import NonFiniteError
@@ -27,64 +27,64 @@ from batchopt_workers.wire.orders import Cut
 from batchopt_workers.wire.structures import all_finite
 
 
-def check_exact(function: Engine, what: str) -> None:
+def check_exact(engine: Engine, what: str) -> None:
     """Raise `ValueError` where gradients are compressed, since `what` needs exact ones."""
-    if function.rules.compresses:
+    if engine.rules.compresses:
         raise ValueError(
             f"{what} is exact, or compares gradients with each other, and here they are compressed: build another "
             "BatchOptimizer without `compress` for it"
         )
 
 
-def hessian_products(function: Engine, v: Any) -> torch.Tensor:
+def hessian_products(engine: Engine, v: Any) -> torch.Tensor:
     """Return the Hessian of f times a vector, shape `(n,)`, or times each column of a matrix, shape `(n, k)`."""
-    check_exact(function, "hvp()")
-    size = len(function.parameters)
+    check_exact(engine, "hvp()")
+    size = len(engine.parameters)
     read_columns(read_floating("v", v, f", shape ({size},) or ({size}, k)"), size)
-    batch, x = function.ready().batch, function.subject.x
+    batch, x = engine.ready().batch, engine.subject.x
     directions = v.detach().to("cpu", x.dtype).reshape(size, -1).T.contiguous()
     finite = directions.isfinite().all(dim=1)
     count = int(finite.sum())
     if count == len(directions) > 0:
-        products = _products(function, batch, directions)
+        products = _products(engine, batch, directions)
     else:
         products = torch.full_like(directions, math.nan)
         if count:
-            products[finite] = _products(function, batch, directions[finite])
-    function.count_products(count)
+            products[finite] = _products(engine, batch, directions[finite])
+    engine.count_products(count)
     return products.T.reshape(v.shape).to(x.device)
 
 
-def _check_graph(function: Engine) -> None:
+def _check_graph(engine: Engine) -> None:
     """Raise `ValueError` if f has no second derivative, which then is NaN, since its first one is of finite
     differences."""
-    if function.settings.by_differences(function.subject.module):
+    if engine.settings.by_differences(engine.subject.module):
         raise ValueError(
             "hvp() differentiates the gradient, and part of it is of finite differences (finite_differences), which "
             "have no derivative: use gauss_newton(v) for a sum of squares"
         )
 
 
-def _products(function: Engine, batch: Batch, directions: torch.Tensor) -> torch.Tensor:
+def _products(engine: Engine, batch: Batch, directions: torch.Tensor) -> torch.Tensor:
     """Return the product of the Hessian with each of these rows."""
     began, task = time.perf_counter(), Task(HessianProducts(directions), term=None)
     try:
-        found: torch.Tensor = total(function, task, batch, "Hessian-vector product")
+        found: torch.Tensor = total(engine, task, batch, "Hessian-vector product")
     except NonFiniteError:
-        _check_graph(function)
+        _check_graph(engine)
         raise
     if not found.isfinite().all():
-        _check_graph(function)
-    function.observers.did("product", began)
+        _check_graph(engine)
+    engine.observers.did("product", began)
     return found.to(directions.dtype)
 
 
-def input_gradients(function: Engine, inputs: Any, targets: Any) -> Any:
+def input_gradients(engine: Engine, inputs: Any, targets: Any) -> Any:
     """Return df/d(inputs) in sample order; by term where there are terms."""
-    specs = function.specs
-    selections = select(function, inputs, targets, specs)
+    specs = engine.specs
+    selections = select(engine, inputs, targets, specs)
     tasks = {s.name: s.task(_input_gradients(specs[s.name], s.batch.parts[0])) for s in selections}
-    return of_each(selections, lambda s: collect(function, tasks[s.name], function.weighed(Prepared(s.batch)).batch))
+    return of_each(selections, lambda s: collect(engine, tasks[s.name], engine.weighed(Prepared(s.batch)).batch))
 
 
 def _input_gradients(spec: BatchSpec, part: Part) -> InputGradients:
@@ -97,19 +97,19 @@ def _input_gradients(spec: BatchSpec, part: Part) -> InputGradients:
     return InputGradients()
 
 
-def evaluate_many(function: Engine, points: Any, gradients: bool) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+def evaluate_many(engine: Engine, points: Any, gradients: bool) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Return f of the loaded batch at each of the `points` (shape `(K, n)`): shape `(K,)`, float64, infinity where it
     is not finite; with `gradients` also df/dX at each, shape `(K, n)`, X's dtype."""
-    step, x = function.ready(), function.subject.x
+    step, x = engine.ready(), engine.subject.x
     read_bool("gradients", gradients)
     at = _read_points(points, x)
     if not len(at):
         nothing = torch.empty(0, dtype=torch.float64)
         return (nothing, at) if gradients else nothing
     part = Part(Columns(at), None, None, Weighting("mean", len(at)))
-    at_points = AtPoints(step.plan.cut, gradients, len(step.weights), function.settings.kinds_as_infinite)
+    at_points = AtPoints(step.plan.cut, gradients, len(step.weights), engine.settings.kinds_as_infinite)
     task = Task(at_points, aside=True, whole=True)
-    found = collect(function, task, Batch((part,)), Cut(range(len(at) + 1)))
+    found = collect(engine, task, Batch((part,)), Cut(range(len(at) + 1)))
     f = torch.tensor([weighed(losses, step.weights) for losses in found["losses"].tolist()], dtype=torch.float64)
     if not gradients:
         return f.nan_to_num_(nan=math.inf, posinf=math.inf, neginf=math.inf)
@@ -155,30 +155,30 @@ class Total:
 
 
 def full_gradient(
-    function: Engine,
+    engine: Engine,
     data: Iterable[Any],
     evaluate: Callable[[], torch.Tensor],
     convert: Callable[[Any], Any] | None,
 ) -> tuple[float, torch.Tensor]:
     """Return f and df/dX of all batches of `data` together; documented at `BatchOptimizer.full_gradient`."""
-    check_exact(function, "full_gradient()")
-    subject, total = function.subject, Total(function.subject.x)
-    if function.reader.terms is not None and len(function.reader.terms) > 1:
+    check_exact(engine, "full_gradient()")
+    subject, total = engine.subject, Total(engine.subject.x)
+    if engine.reader.terms is not None and len(engine.reader.terms) > 1:
         raise ValueError(
             "full_gradient needs an objective of one term: the means of several divide by different denominators, "
-            f"and there are {len(function.reader.terms)}; load all data as one batch and call evaluate()"
+            f"and there are {len(engine.reader.terms)}; load all data as one batch and call evaluate()"
         )
 
     def add(prepared: Prepared) -> None:
-        prepared = function.weighed(prepared)
+        prepared = engine.weighed(prepared)
         (part,) = prepared.batch.parts
         if _counts(part.weighting):
-            function.begin(prepared)
+            engine.begin(prepared)
             total.add(evaluate().item(), subject.gradient, part.weighting)
 
-    with function.apart("full_gradient()", counted=True):
-        for batch in prepared(function, whole(data, convert)):
-            add(batch.take(function))
+    with engine.apart("full_gradient()", counted=True):
+        for batch in prepared(engine, whole(data, convert)):
+            add(batch.take(engine))
         found = total.whole()
     subject.gradient.copy_(found[1])
     subject.show_gradients()

@@ -15,9 +15,9 @@ from torch.utils.data import Dataset
 from batchopt._data import arguments
 from batchopt._data.batches import BatchSpec, read_part
 from batchopt._data.prefetch import Ahead, as_arguments
-from batchopt._function.engine import Engine
-from batchopt._function.prepared import ReadsAhead, whole
-from batchopt._function.tasks import collect, of_each, select
+from batchopt._engine.engine import Engine
+from batchopt._engine.prepared import ReadsAhead, whole
+from batchopt._functions.tasks import collect, of_each, select
 from batchopt._mapreduce.answers import common_form
 from batchopt_workers.batch.batch import Batch
 from batchopt_workers.functions.forms import rows_form
@@ -34,46 +34,46 @@ class _Asked(NamedTuple):
     batch: Batch
 
 
-def predict(function: Engine, data: Any, transform: Transform | None) -> Any:
+def predict(engine: Engine, data: Any, transform: Transform | None) -> Any:
     """Return the outputs for all of `data`, in order: one batch of inputs, or those of a loader; None: the loaded
     batch, by term where there are terms."""
     arguments.check_callable("transform", transform)
-    function.check_open()
+    engine.check_open()
     if data is None:
-        selections = select(function, None, None, function.specs)
-        return of_each(selections, lambda s: collect(function, s.task(Predicted(transform), False), s.batch))
+        selections = select(engine, None, None, engine.specs)
+        return of_each(selections, lambda s: collect(engine, s.task(Predicted(transform), False), s.batch))
     if _is_batch(data):
-        return _outputs(function, _read(function, data, None), Predicted(transform))
-    batches = [(outputs, asked.batch.size) for outputs, asked in _ask(function, data, transform)]
+        return _outputs(engine, _read(engine, data, None), Predicted(transform))
+    batches = [(outputs, asked.batch.size) for outputs, asked in _ask(engine, data, transform)]
     _check_any(batches)
     return _joined(batches, "outputs")
 
 
-def iter_predict(function: Engine, batches: Iterable[Any], transform: Transform | None) -> Iterator[tuple[Any, Any]]:
+def iter_predict(engine: Engine, batches: Iterable[Any], transform: Transform | None) -> Iterator[tuple[Any, Any]]:
     """Iterate over the outputs for each of `batches`, with the batch, while the next one is read."""
     arguments.check_callable("transform", transform)
-    function.check_open()
+    engine.check_open()
     if _is_batch(batches):
         raise TypeError(
             f"`batches` must be a loader, or anything else that yields batches; got {type(batches).__name__}: "
             "predict(inputs) takes one batch"
         )
-    return ((found, asked.given) for found, asked in _ask(function, batches, transform))
+    return ((found, asked.given) for found, asked in _ask(engine, batches, transform))
 
 
 def _ask(
-    function: Engine, batches: Iterable[Any], transform: Transform | None, targets: bool = False
+    engine: Engine, batches: Iterable[Any], transform: Transform | None, targets: bool = False
 ) -> Iterator[tuple[Any, _Asked]]:
     """Yield the outputs for each batch; with `targets` also the targets that workers read from a dataset."""
 
     def read(given: Any) -> _Asked:
-        return _Asked(given, _read(function, *as_arguments(given)[:2]))
+        return _Asked(given, _read(engine, *as_arguments(given)[:2]))
 
     ahead = Ahead(whole(batches), read)
     for asked in ahead:
-        with function.observers.including(ReadsAhead(ahead)):
+        with engine.observers.including(ReadsAhead(ahead)):
             predicted = Predicted(transform, targets=targets and isinstance(asked.given, Dataset))
-            found = _outputs(function, asked.batch, predicted)
+            found = _outputs(engine, asked.batch, predicted)
         yield found, asked
 
 
@@ -88,10 +88,10 @@ class Scored(NamedTuple):
 class Scoring:
     """An iterable over `Scored` batches of data, with the metrics of all of them."""
 
-    def __init__(self, function: Engine, data: Any, metrics: Any, transform: Transform | None) -> None:
+    def __init__(self, engine: Engine, data: Any, metrics: Any, transform: Transform | None) -> None:
         """Raises `TypeError` for anything but metrics; None: there are none."""
         arguments.check_callable("transform", transform)
-        self._function, self._data, self._transform = function, data, transform
+        self._engine, self._data, self._transform = engine, data, transform
         self._measures = {} if metrics is None or metrics == {} else read_metrics(metrics)
         self._found: list[Scored] = []  # of an iteration that is not over
         self._values: Any = {}
@@ -99,7 +99,7 @@ class Scoring:
 
     def __iter__(self) -> Iterator[Scored]:
         self._found, self._is_over = [], not self._measures
-        for batch in scored(self._function, self._data, self._transform):
+        for batch in scored(self._engine, self._data, self._transform):
             if self._measures:
                 self._found.append(batch)
             yield batch
@@ -113,10 +113,10 @@ class Scoring:
         return self._values if self._is_over else measured(self._measures, self._found)
 
 
-def score(function: Engine, data: Any, metrics: Any, transform: Transform | None) -> Any:
+def score(engine: Engine, data: Any, metrics: Any, transform: Transform | None) -> Any:
     """Return each metric of all outputs and targets, by name; for a metric without a name, its value."""
     measures = read_metrics(metrics)
-    return measured(measures, list(scored(function, data, transform)))
+    return measured(measures, list(scored(engine, data, transform)))
 
 
 def measured(measures: Mapping[str, Measure], found: Sequence[Scored]) -> Any:
@@ -128,25 +128,25 @@ def measured(measures: Mapping[str, Measure], found: Sequence[Scored]) -> Any:
     return values(measures, outputs, _joined([(batch.targets, batch.samples) for batch in found], "targets"))
 
 
-def scored(function: Engine, data: Any, transform: Transform | None) -> Iterator[Scored]:
+def scored(engine: Engine, data: Any, transform: Transform | None) -> Iterator[Scored]:
     """Iterate over the outputs and targets of `data`: one batch, or each batch of a loader, reading ahead."""
     arguments.check_callable("transform", transform)
-    function.check_open()
+    engine.check_open()
     if isinstance(data, Dataset) and not isinstance(data, Iterator):
-        batch = _read(function, data, None)
-        found = _outputs(function, batch, Predicted(transform, targets=True))
+        batch = _read(engine, data, None)
+        found = _outputs(engine, batch, Predicted(transform, targets=True))
         return iter([Scored(*_pair(found), batch.size)])
     if _is_batch(data):
         inputs, targets, _ = as_arguments(data)
         if targets is None:
             raise ValueError("`data` must be (inputs, targets), a loader of such, or a dataset: there are no targets")
-        batch = _read(function, inputs, targets)
-        return iter([Scored(_outputs(function, batch, Predicted(transform)), targets, batch.size)])
-    return _scored_of_loader(function, data, transform)
+        batch = _read(engine, inputs, targets)
+        return iter([Scored(_outputs(engine, batch, Predicted(transform)), targets, batch.size)])
+    return _scored_of_loader(engine, data, transform)
 
 
-def _scored_of_loader(function: Engine, data: Iterable[Any], transform: Transform | None) -> Iterator[Scored]:
-    for found, asked in _ask(function, data, transform, targets=True):
+def _scored_of_loader(engine: Engine, data: Iterable[Any], transform: Transform | None) -> Iterator[Scored]:
+    for found, asked in _ask(engine, data, transform, targets=True):
         if isinstance(asked.given, Dataset):
             yield Scored(*_pair(found), asked.batch.size)
         elif (targets := as_arguments(asked.given)[1]) is not None:
@@ -167,15 +167,15 @@ def _is_batch(data: Any) -> bool:
     return isinstance(data, (torch.Tensor, np.ndarray, list, tuple, Mapping, Dataset)) or is_record(data)
 
 
-def _read(function: Engine, inputs: Any, targets: Any) -> Batch:
-    specs = function.specs
+def _read(engine: Engine, inputs: Any, targets: Any) -> Batch:
+    specs = engine.specs
     first = next(iter(specs.values()))
     collate = first.collate if None in specs else None
     return Batch((read_part(inputs, targets, None, BatchSpec(collate, "mean", None, None, first.device)),))
 
 
-def _outputs(function: Engine, batch: Batch, predicted: Predicted) -> Any:
-    return collect(function, Task(predicted, aside=True, train=False), batch)
+def _outputs(engine: Engine, batch: Batch, predicted: Predicted) -> Any:
+    return collect(engine, Task(predicted, aside=True, train=False), batch)
 
 
 def _check_any(found: Sequence[Any]) -> None:

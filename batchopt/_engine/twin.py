@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from batchopt._data import arguments
-from batchopt._function.engine import Engine
-from batchopt._function.step import Counters
+from batchopt._engine.engine import Engine
+from batchopt._engine.step import Counters
 from batchopt._program.copies import copied
 from batchopt._program.flat_module import FlatModule
 from batchopt_workers.wire.failures import let_through

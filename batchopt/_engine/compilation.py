@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 import torch
 
-from batchopt._function.evaluating import Evaluating
-from batchopt._function.reporter import warn
-from batchopt._function.step import Step
+from batchopt._engine.evaluating import Evaluating
+from batchopt._engine.reporter import warn
+from batchopt._engine.step import Step
 from batchopt._machine.cores import share_cores
 from batchopt._program.compiler import Compiling
 from batchopt._program.program import PickledProgram
@@ -29,7 +29,7 @@ from batchopt.errors import BatchoptError, CompileError, WorkerError
 from batchopt_workers.batch.batch import Batch, Piece
 from batchopt_workers.evaluate.draws import draws_kept
 from batchopt_workers.life.torch_settings import TorchSettings
-from batchopt_workers.shortcuts.form import Artifact, PackedPiece, PieceForm, Reply, Request, form_of, in_rows, packed
+from batchopt_workers.shortcuts.form import Artifact, PackedPiece, PieceForm, Request, form_of, in_rows, packed
 from batchopt_workers.shortcuts.recording import obstacle_of
 from batchopt_workers.shortcuts.shortcuts import Differs
 from batchopt_workers.wire.failures import names_of
@@ -218,7 +218,11 @@ class Compilation:
             reply = self._compiler.reply(waits=self.insists)
             if reply is None:
                 return
-            self._keep(there, reply, target)
+            if isinstance(reply, str):
+                there |= {form: reply for form in target.forms if form not in there}
+            else:
+                self._took += reply.seconds
+                there |= reply.found
         libraries = {form: there[form] for form in target.forms}
         reasons = [found for found in libraries.values() if isinstance(found, str)]
         if reasons:
@@ -228,13 +232,6 @@ class Compilation:
         self.phase = Stage.COMPILED if self.insists else Stage.TIMING
         if self.insists:
             engine.observers.decided("%s", self)
-
-    def _keep(self, there: dict[PieceForm, Artifact | str], reply: Reply | str, target: Target) -> None:
-        if isinstance(reply, str):
-            there |= {form: reply for form in target.forms if form not in there}
-            return
-        self._took += reply.seconds
-        there |= reply.found
 
     def _use(self, engine: Evaluating, libraries: dict[PieceForm, Artifact | str]) -> None:
         found = tuple(artifact for artifact in libraries.values() if isinstance(artifact, Artifact))

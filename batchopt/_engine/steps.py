@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 import torch
 
-from batchopt._function.attempt import Attempt
-from batchopt._function.compilation import Abandoned
-from batchopt._function.ending import Ending
-from batchopt._function.engine import Engine
-from batchopt._function.observer import Stepped
-from batchopt._function.step import Found
+from batchopt._engine.compilation import Abandoned
+from batchopt._engine.engine import Engine
+from batchopt._engine.observer import Stepped
+from batchopt._engine.step import Found
+from batchopt._engine.stop_requests import Ending
+from batchopt._engine.undo import Attempt
 from batchopt._machine.interrupts import Held
 from batchopt.errors import BatchoptError
 from batchopt.optim.minimizer import Iteration, Minimizer, Result, Status, Watch
@@ -25,23 +25,23 @@ class Stepping(Watch):
     but for a `KeyboardInterrupt` after which an optimizer has set the best point, if that is to be kept. Once a step
     has counted it is made, whatever observers of its end raise."""
 
-    def __init__(self, function: Engine, rollback: Rollback, ending: Ending) -> None:
-        self.ending, self._function, self._rollback = ending, function, rollback
+    def __init__(self, engine: Engine, rollback: Rollback, ending: Ending) -> None:
+        self.ending, self._engine, self._rollback = ending, engine, rollback
         self._batch: Batch | None = None  # of the present step; `optimize()` may be called without one
         self._held = Held()
 
     def accepted(self, point: Iteration) -> None:
-        for observer in self._function.observers:
-            observer.accepted(self._function.history.counters.batches + 1, point)
+        for observer in self._engine.observers:
+            observer.accepted(self._engine.history.counters.batches + 1, point)
 
     def is_over(self, has_moved: bool) -> bool:
-        if self._batch is not None and self._function.loaded().batch is not self._batch:
+        if self._batch is not None and self._engine.loaded().batch is not self._batch:
             raise BatchoptError(
                 "another batch was loaded in the middle of a step, by a callback, and f would be another function from "
                 "here on: load it between two steps; score, predict and collect take data of their own"
             )
         if not has_moved and self.ending.is_late:
-            self._function.observers.decided("the time was over before the first point, which is reached all the same")
+            self._engine.observers.decided("the time was over before the first point, which is reached all the same")
         return self.ending.is_due(has_moved)
 
     def make(
@@ -54,31 +54,31 @@ class Stepping(Watch):
     ) -> float:
         """Load a batch and optimize on it; return the loss. `reports`: `optimize` is a step of the optimizer, whose
         result tells which evaluation was at the final parameters."""
-        function, held, attempt = self._function, self._held, Attempt(self._function, "step")
+        engine, held, attempt = self._engine, self._held, Attempt(self._engine, "step")
         self._rollback.take(optimizer)
         self.ending.begin(time_limit)
         interrupt: KeyboardInterrupt | None = None
         try:
-            for observer in function.observers:
+            for observer in engine.observers:
                 observer.step_begins()
             with attempt:
                 interrupt = self._optimize(load, optimize, optimizer, reports)
         except BaseException as error:
-            function.subject.bind()
+            engine.subject.bind()
             attempt.undo()  # also what came between its end and here
             self._rollback.back()
             held.let_through()
             if isinstance(error, Abandoned):
                 return self.make(load, optimize, optimizer, reports, None)  # within the same limit
             self.ending.abandon()
-            for observer in function.observers:
+            for observer in engine.observers:
                 observer.step_ended(None)
             raise
         if held.holds:
             held.end()
         self.ending.end()
-        counters = function.history.counters
-        for observer in function.observers:
+        counters = engine.history.counters
+        for observer in engine.observers:
             observer.step_ended(Stepped(counters.batches, counters.evaluations, counters.loss, reports))
         if interrupt is not None:
             raise interrupt
@@ -94,15 +94,15 @@ class Stepping(Watch):
         reports: bool,
     ) -> KeyboardInterrupt | None:
         """Do so, and count the step, during which Ctrl-C is held back; return the interrupt that ended it."""
-        function, held = self._function, self._held
+        engine, held = self._engine, self._held
         interrupt: KeyboardInterrupt | None = None
         load()
-        self._batch = function.step and function.step.batch
+        self._batch = engine.step and engine.step.batch
         minimizer = optimizer if isinstance(optimizer, Minimizer) else None
         before = None if minimizer is None else minimizer.result
-        outer, trials = function.trials, list[Found | None]()
-        function.trials = trials if reports else None
-        keeps = minimizer is not None and function.settings.on_interrupt == "keep"
+        outer, trials = engine.trials, list[Found | None]()
+        engine.trials = trials if reports else None
+        keeps = minimizer is not None and engine.settings.on_interrupt == "keep"
         try:
             optimize()
             if keeps:
@@ -113,13 +113,13 @@ class Stepping(Watch):
             held.begin()
             interrupt = error
         finally:
-            function.trials, self._batch = outer, None
+            engine.trials, self._batch = outer, None
         result = None if minimizer is None or minimizer.result is before else minimizer.result
         if interrupt is not None and not _has_point(result):
             raise interrupt
         left = trials[len(trials) - result.evaluations + result.number - 1] if reports and result is not None else None
-        function.end_step()
-        function.stepped(left, result is not None and result.status is Status.PAUSED)
+        engine.end_step()
+        engine.stepped(left, result is not None and result.status is Status.PAUSED)
         return interrupt
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from batchopt._function.observer import Observer
-from batchopt._function.reporter import Reporter
+from batchopt._engine.observer import Observer
+from batchopt._engine.reporter import Reporter
 
 Followed = TypeVar("Followed", bound=Observer)
 

@@ -11,9 +11,9 @@ import torch
 from batchopt._data import arguments
 from batchopt._data.batches import BatchSpecs
 from batchopt._data.terms import check_names
-from batchopt._function.columns import jacobian_by_columns
-from batchopt._function.engine import Engine
-from batchopt._function.tasks import Selection, collect, of_each, plain, select, total
+from batchopt._engine.engine import Engine
+from batchopt._functions.columns import jacobian_by_columns
+from batchopt._functions.tasks import Selection, collect, of_each, plain, select, total
 from batchopt_workers.batch.batch import Part
 from batchopt_workers.batch.weighting import SAMPLE_WEIGHT
 from batchopt_workers.functions.least_squares import (
@@ -57,32 +57,32 @@ class Roots(NamedTuple):
     slopes: torch.Tensor
 
 
-def residuals(function: Engine, inputs: Any, targets: Any) -> Any:
+def residuals(engine: Engine, inputs: Any, targets: Any) -> Any:
     """Return the residuals of the loaded batch or of other data, shape `(samples, d)`; by term where there are terms.
     For other data these are the terms that `inputs` has."""
-    names = [*function.specs]
-    if function.reader.terms is not None and isinstance(inputs, Mapping) and inputs:
-        check_names("the batch", {**function.reader.terms, **inputs}, function.reader.terms)  # reject unknown names
+    names = [*engine.specs]
+    if engine.reader.terms is not None and isinstance(inputs, Mapping) and inputs:
+        check_names("the batch", {**engine.reader.terms, **inputs}, engine.reader.terms)  # reject unknown names
         names = [name for name in names if name in inputs]
-    return _rows(function, Residuals(), select(function, inputs, targets, _specs(function, names)))
+    return _rows(engine, Residuals(), select(engine, inputs, targets, _specs(engine, names)))
 
 
-def jacobian_product(function: Engine, v: Any) -> Any:
+def jacobian_product(engine: Engine, v: Any) -> Any:
     """Return J times `v`."""
-    task = JacobianProduct(_vector(function, v))
-    return _rows(function, task, _loaded(function))
+    task = JacobianProduct(_vector(engine, v))
+    return _rows(engine, task, _loaded(engine))
 
 
-def transposed_product(function: Engine, u: Any) -> torch.Tensor:
+def transposed_product(engine: Engine, u: Any) -> torch.Tensor:
     """Return Jᵀ times `u`, shape `(n,)`, X's dtype."""
-    selections = _loaded(function)
+    selections = _loaded(engine)
     given = u if isinstance(u, Mapping) else {None: u}
     names = [s.name for s in selections]
     if set(given) != set(names):
         raise ValueError(
             f"`u` must be as residuals() returns them: {'a tensor' if names == [None] else f'a dict with {names}'}"
         )
-    x = function.subject.x
+    x = engine.subject.x
     whole = torch.zeros(len(x), dtype=torch.float64)
     for s in selections:
         weights = given[s.name]
@@ -94,41 +94,41 @@ def transposed_product(function: Engine, u: Any) -> torch.Tensor:
                 f"`u` must have a row for each of {s.batch.size} samples, as residuals() has; got {len(rows)}"
             )
         task = s.task(TransposedProduct(rows))
-        whole += total(function, task, s.batch, "product with the transposed Jacobian")
+        whole += total(engine, task, s.batch, "product with the transposed Jacobian")
     return whole.to(x.dtype)
 
 
-def gauss_newton_product(function: Engine, v: Any) -> torch.Tensor:
+def gauss_newton_product(engine: Engine, v: Any) -> torch.Tensor:
     """Return JᵀWJ times a vector, shape `(n,)`, or times each column of a matrix, shape `(n, k)`; X's dtype."""
-    _check(function)
-    size = len(function.parameters)
+    _check(engine)
+    size = len(engine.parameters)
     columns = arguments.read_columns(arguments.read_floating("v", v), size)
-    directions = columns.detach().to(function.subject.x.dtype).reshape(size, -1).T.contiguous()
+    directions = columns.detach().to(engine.subject.x.dtype).reshape(size, -1).T.contiguous()
     task = Task(GaussNewtonProducts(directions), term=None)
-    found = total(function, task, function.ready().batch, "Gauss-Newton product")
-    product: torch.Tensor = found.T.to(function.subject.x.dtype).reshape(columns.shape)
+    found = total(engine, task, engine.ready().batch, "Gauss-Newton product")
+    product: torch.Tensor = found.T.to(engine.subject.x.dtype).reshape(columns.shape)
     return product
 
 
-def acceleration(function: Engine, v: torch.Tensor) -> torch.Tensor:
+def acceleration(engine: Engine, v: torch.Tensor) -> torch.Tensor:
     """Return JᵀW times the second derivative of the residuals along a vector, shape `(n,)`; X's dtype."""
-    task = Task(Accelerations(_vector(function, v)), term=None)
-    found: torch.Tensor = total(function, task, function.ready().batch, "second derivative of the residuals")
-    return found.to(function.subject.x.dtype)
+    task = Task(Accelerations(_vector(engine, v)), term=None)
+    found: torch.Tensor = total(engine, task, engine.ready().batch, "second derivative of the residuals")
+    return found.to(engine.subject.x.dtype)
 
 
-def normal(function: Engine, limit: int) -> Normal:
+def normal(engine: Engine, limit: int) -> Normal:
     """Return the normal equations of the loaded batch. Raises `ValueError` for more than `limit` parameters."""
-    _check(function)
-    size = len(function.parameters)
+    _check(engine)
+    size = len(engine.parameters)
     if size > arguments.read_count("limit", limit):
         raise ValueError(
             f"the matrix of {size:,} parameters would have {8 * size**2 / 1e9:,.1f} GB, and some in each worker: use "
             f"gauss_newton(v), its product with a vector, or give `limit`, which is {limit:,}"
         )
-    step, known = function.ready(), jacobian_by_columns(function)
+    step, known = engine.ready(), jacobian_by_columns(engine)
     task = Task(NormalSums(stripes(size), known), term=None)
-    found = total(function, task, step.batch, "matrix of the normal equations")
+    found = total(engine, task, step.batch, "matrix of the normal equations")
     if found["each"]:
         warnings.warn(
             f"{int(found['each']):,} rows of the Jacobian took a backward each, which is slow: neither the residual "
@@ -144,16 +144,16 @@ def normal(function: Engine, limit: int) -> Normal:
     return Normal(float(found["loss"]), found["vector"].clone(), matrix)
 
 
-def gram(function: Engine, limit: int) -> torch.Tensor:
+def gram(engine: Engine, limit: int) -> torch.Tensor:
     """Return JJᵀ of the loaded batch, float64; rows in the order of residuals, one term after the other."""
-    found = _rows(function, Residuals(), _loaded(function))
+    found = _rows(engine, Residuals(), _loaded(engine))
     count = sum(len(flat(one)) for one in (found.values() if isinstance(found, Mapping) else [found]))
     if count > arguments.read_count("limit", limit):
         raise ValueError(
             f"the matrix of {count:,} residuals would have {8 * count**2 / 1e9:,.1f} GB: load fewer samples, use jvp() "
             f"and vjp(), or give `limit`, which is {limit:,}"
         )
-    rows = jacobian(function)
+    rows = jacobian(engine)
     parts = rows.values() if isinstance(rows, Mapping) else [rows]
     whole = torch.cat([flat(part) for part in parts]).double()
     return _mirrored(whole @ whole.T)
@@ -165,15 +165,15 @@ def _mirrored(matrix: torch.Tensor) -> torch.Tensor:
     return matrix.triu() + matrix.triu(1).T
 
 
-def jacobian(function: Engine) -> Any:
+def jacobian(engine: Engine) -> Any:
     """Return the rows of the Jacobian: shape `(samples, d, n)`; by term where there are terms."""
-    return _rows(function, JacobianRows(), _loaded(function))
+    return _rows(engine, JacobianRows(), _loaded(engine))
 
 
-def square_roots(function: Engine, found: Mapping[str | None, Any]) -> dict[str | None, Roots]:
+def square_roots(engine: Engine, found: Mapping[str | None, Any]) -> dict[str | None, Roots]:
     """Return for each term's residuals, as returned by `residuals`, numbers of which f is half the sum of squares, and
     their derivatives with respect to the residuals."""
-    settings, step, roots = function.settings, function.ready(), {}
+    settings, step, roots = engine.settings, engine.ready(), {}
     for (name, residuals), part, loss_fn, weight in zip(
         found.items(), step.batch.parts, settings.loss_fns, step.weights, strict=True
     ):
@@ -200,8 +200,8 @@ def _factors(squares: MeanSquare, part: Part, residuals: Any, values: torch.Tens
     return torch.cat(found)
 
 
-def _rows(function: Engine, task: PieceFunction, selections: list[Selection]) -> Any:
-    return of_each(selections, lambda s: _joined(collect(function, s.task(task), s.batch)))
+def _rows(engine: Engine, task: PieceFunction, selections: list[Selection]) -> Any:
+    return of_each(selections, lambda s: _joined(collect(engine, s.task(task), s.batch)))
 
 
 def _joined(found: torch.Tensor | list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:
@@ -216,21 +216,21 @@ def flat(part: torch.Tensor | list[torch.Tensor]) -> torch.Tensor:
     return part.flatten(0, 1) if isinstance(part, torch.Tensor) else torch.cat([one.flatten(0, 1) for one in part])
 
 
-def _loaded(function: Engine) -> list[Selection]:
-    return select(function, None, None, _specs(function))
+def _loaded(engine: Engine) -> list[Selection]:
+    return select(engine, None, None, _specs(engine))
 
 
-def _specs(function: Engine, names: Sequence[str | None] | None = None) -> BatchSpecs:
+def _specs(engine: Engine, names: Sequence[str | None] | None = None) -> BatchSpecs:
     """Return the specs of the terms with these names; None: of all."""
-    _check(function, names)
-    specs = plain(function.specs)
+    _check(engine, names)
+    specs = plain(engine.specs)
     return specs if names is None else {name: specs[name] for name in names}
 
 
-def _check(function: Engine, among: Sequence[str | None] | None = None) -> None:
+def _check(engine: Engine, among: Sequence[str | None] | None = None) -> None:
     """Raise `BatchoptError` after `close`, `ValueError` if one of these terms (None: of all) is no sum of squares."""
-    function.check_open()
-    settings = function.settings
+    engine.check_open()
+    settings = engine.settings
     names = [None] if settings.terms is None else [*settings.terms]
     for name, loss_fn in zip(names, settings.loss_fns, strict=True):
         if among is not None and name not in among:
@@ -243,10 +243,10 @@ def _check(function: Engine, among: Sequence[str | None] | None = None) -> None:
             )
 
 
-def _vector(function: Engine, v: Any) -> torch.Tensor:
+def _vector(engine: Engine, v: Any) -> torch.Tensor:
     """Return `v` as a vector like X. Raises `TypeError` or `ValueError`."""
-    _check(function)
-    x = function.parameters
+    _check(engine)
+    x = engine.parameters
     vector = arguments.read_floating("v", v)
     if vector.shape != x.shape:
         raise ValueError(f"`v` must have shape ({len(x)},), as `parameters`; got {tuple(vector.shape)}")

@@ -9,8 +9,8 @@ import torch
 from batchopt._data.batches import BatchSpecs, read_batch
 from batchopt._data.denominators import marks_of
 from batchopt._data.forms import BatchForm, with_form
-from batchopt._function.settings import Settings
-from batchopt._function.workers import Workers
+from batchopt._engine.settings import Settings
+from batchopt._engine.workers import Workers
 from batchopt_workers.batch.batch import Batch
 
 

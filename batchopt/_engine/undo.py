@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from batchopt._function.evaluating import Evaluating
+from batchopt._engine.evaluating import Evaluating
 
 
 class Attempt:

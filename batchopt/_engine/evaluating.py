@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from batchopt._data.batches import BatchSpecs
-from batchopt._function.observers import Observers
-from batchopt._function.reader import BatchReader
-from batchopt._function.search import Way
-from batchopt._function.settings import Settings
-from batchopt._function.step import History, Step
-from batchopt._function.workers import Workers
+from batchopt._engine.observers import Observers
+from batchopt._engine.reader import BatchReader
+from batchopt._engine.search import Way
+from batchopt._engine.settings import Settings
+from batchopt._engine.step import History, Step
+from batchopt._engine.workers import Workers
 from batchopt._machine.ownership import Owner
 from batchopt._mapreduce.answers import Answer
 from batchopt._program.flat_module import FlatModule

@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from batchopt._function.derivatives import hessian_products
-from batchopt._function.engine import Engine
-from batchopt._function.least_squares import (
+from batchopt._engine.engine import Engine
+from batchopt._functions.derivatives import hessian_products
+from batchopt._functions.least_squares import (
     Roots,
     flat,
     jacobian,
@@ -54,19 +54,19 @@ class FlatObjective:
     dtype, and what `BatchOptimizer.evaluate` raises. `assign` takes finite numbers only.
     """
 
-    def __init__(self, function: Engine, evaluate: Callable[[], torch.Tensor]) -> None:
+    def __init__(self, engine: Engine, evaluate: Callable[[], torch.Tensor]) -> None:
         """Evaluate the function of the loaded batch by calling `evaluate`."""
-        self._function, self._owner, self._evaluate = function, function.owner, evaluate
+        self._engine, self._owner, self._evaluate = engine, engine.owner, evaluate
         self._see()
         self._last: _Point | None = None
 
     def __repr__(self) -> str:
-        return f"FlatObjective({self._function.subject.x.numel()} parameters)"
+        return f"FlatObjective({self._engine.subject.x.numel()} parameters)"
 
     @property
     def x0(self) -> Doubles:
         """A new array with the module's current parameters."""
-        return _doubles(self._function.parameters)
+        return _doubles(self._engine.parameters)
 
     @exclusive
     def __call__(self, x: Any) -> float:
@@ -87,27 +87,27 @@ class FlatObjective:
     @exclusive
     def hvp(self, x: Any, v: Any) -> Doubles:
         """Return the Hessian at `x` times `v`: a new array; NaN if `v` is not finite, as some solvers try."""
-        self._function.ready()
+        self._engine.ready()
         vector, direction = self._read("x", x, finite=False), self._read("v", v, finite=False)
         if not bool(vector.isfinite().all()):
             return np.full(len(vector), np.nan)
-        with self._function.under(on_nonfinite="keep"):
-            return _doubles(self._there(vector, hessian_products, self._function, direction))
+        with self._engine.under(on_nonfinite="keep"):
+            return _doubles(self._there(vector, hessian_products, self._engine, direction))
 
     def least_squares(self) -> FlatLeastSquares:
         """Return the residuals and their Jacobian, if f is a sum of squares: for `scipy.optimize.least_squares`."""
-        return FlatLeastSquares(self._function, self._residuals_at)
+        return FlatLeastSquares(self._engine, self._residuals_at)
 
     @exclusive
     def _residuals_at(self, x: Any, evaluate: Callable[[], torch.Tensor]) -> torch.Tensor:
-        self._function.ready()
+        self._engine.ready()
         return self._there(self._read("x", x), evaluate)
 
     @exclusive
     def assign(self, x: Any) -> None:
         """Make `x` the module's parameters."""
-        self._function.parameters.copy_(self._read("x", x))
-        self._function.subject.written()
+        self._engine.parameters.copy_(self._read("x", x))
+        self._engine.subject.written()
 
     def __reduce__(self) -> NoReturn:
         raise BatchoptError(  # solvers would mistake a `TypeError` for one raised by the function
@@ -117,7 +117,7 @@ class FlatObjective:
         )
 
     def _at(self, x: Any) -> _Point:
-        batch, vector = self._function.ready().batch, self._read("x", x, finite=False)
+        batch, vector = self._engine.ready().batch, self._read("x", x, finite=False)
         last = self._last
         if not bool(vector.isfinite().all()):
             return _Point(weakref.ref(batch), (), vector, np.nan, np.full(len(vector), np.nan))
@@ -125,28 +125,28 @@ class FlatObjective:
             if self._seen.looks_the_same() and last.conditions == self._conditions():
                 return last
         self._last = None
-        with self._function.under(on_nonfinite="keep"):
+        with self._engine.under(on_nonfinite="keep"):
             loss = self._there(vector, self._evaluate).item()
         if not self._seen.refers():  # a forward has written, or the user before it
             self._see()
-        gradient = _doubles(self._function.subject.gradient)
+        gradient = _doubles(self._engine.subject.gradient)
         last = self._last = _Point(weakref.ref(batch), self._conditions(), vector, loss, gradient)
         return last
 
     def _see(self) -> None:
         """Take a snapshot of what f depends on, as it is now."""
-        trained, module = set(map(id, self._function.subject.parameters)), self._function.subject.module
-        self._seen = snapshot_of(self._function.workers.program, hooks=False)
+        trained, module = set(map(id, self._engine.subject.parameters)), self._engine.subject.module
+        self._seen = snapshot_of(self._engine.workers.program, hooks=False)
         found = [*(met.tensor for met in self._seen.tensors), *module.buffers()]  # those of torch.jit in no dict
         self._tensors = [*{id(tensor): tensor for tensor in found if id(tensor) not in trained}.values()]
 
     def _conditions(self) -> tuple[object, ...]:
         settings = torch.get_default_dtype(), torch.get_float32_matmul_precision(), autocast_in_force()
-        return *settings, self._function.workers.hooks, checksum(self._tensors)
+        return *settings, self._engine.workers.hooks, checksum(self._tensors)
 
     def _there(self, vector: torch.Tensor, evaluate: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
         """Return the result of `evaluate` with X set to `vector`; X is restored."""
-        x = self._function.parameters
+        x = self._engine.parameters
         before = x.clone()
         try:
             x.copy_(vector)
@@ -156,7 +156,7 @@ class FlatObjective:
 
     def _read(self, name: str, given: Any, finite: bool = True) -> torch.Tensor:
         """Return the numbers in X's dtype; `finite`: reject NaN and infinity, else only overflow in `x`."""
-        x = self._function.parameters
+        x = self._engine.parameters
         array = np.asarray(given)
         if array.dtype.kind not in "fiu":
             raise TypeError(f"`{name}` must be real numbers, shape ({len(x)},); got {array.dtype}")
@@ -201,9 +201,9 @@ class FlatLeastSquares:
     `BatchOptimizer.residuals` raises.
     """
 
-    def __init__(self, function: Engine, at: At) -> None:
+    def __init__(self, engine: Engine, at: At) -> None:
         """Evaluate at other points by calling `at`."""
-        self._function, self._at = function, at
+        self._engine, self._at = engine, at
 
     def fun(self, x: Any) -> Doubles:
         """Return the residuals at `x`."""
@@ -211,7 +211,7 @@ class FlatLeastSquares:
 
     def jac(self, x: Any) -> Doubles:
         """Return their Jacobian at `x`, held in memory in full: shape `(N, n)`."""
-        return _array(self._at(x, lambda: self._scaled(jacobian(self._function))))
+        return _array(self._at(x, lambda: self._scaled(jacobian(self._engine))))
 
     def operator(self, x: Any) -> LinearOperator:
         """Return their Jacobian at `x` as a linear operator, each product taking about two evaluations: for large
@@ -223,7 +223,7 @@ class FlatLeastSquares:
 
         def times(v: Any) -> Doubles:
             direction = torch.from_numpy(np.array(v, dtype=np.float64).reshape(-1))
-            return _array(self._at(point, lambda: self._scaled(jacobian_product(self._function, direction))))
+            return _array(self._at(point, lambda: self._scaled(jacobian_product(self._engine, direction))))
 
         def transposed(u: Any) -> Doubles:
             weights = torch.from_numpy(np.array(u, dtype=np.float64).reshape(-1))
@@ -233,7 +233,7 @@ class FlatLeastSquares:
         return found
 
     def _roots(self) -> dict[str | None, Roots]:
-        return square_roots(self._function, _by_name(residuals(self._function, None, None)))
+        return square_roots(self._engine, _by_name(residuals(self._engine, None, None)))
 
     def _scaled(self, found: Any) -> torch.Tensor:
         """Concatenate derivatives of the residuals of all terms, `(samples, d, ...)` each, to one row per residual."""
@@ -247,12 +247,12 @@ class FlatLeastSquares:
         )
 
     def _transposed(self, weights: torch.Tensor) -> torch.Tensor:
-        found = _by_name(residuals(self._function, None, None))
-        roots = square_roots(self._function, found)
+        found = _by_name(residuals(self._engine, None, None))
+        roots = square_roots(self._engine, found)
         split = torch.split(weights, [len(one.slopes) for one in roots.values()])
         parts = dict(zip(found, split, strict=True))
         scaled = {name: _like(found[name], part * roots[name].slopes) for name, part in parts.items()}
-        return transposed_product(self._function, scaled[None] if None in scaled else scaled)
+        return transposed_product(self._engine, scaled[None] if None in scaled else scaled)
 
 
 def _by_name(found: Any) -> dict[str | None, Any]:

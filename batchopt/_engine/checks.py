@@ -13,7 +13,7 @@ import torch
 
 from batchopt._data.batches import BatchSpec
 from batchopt._data.denominators import is_torchs_own
-from batchopt._function.evaluating import Evaluating
+from batchopt._engine.evaluating import Evaluating
 from batchopt._mapreduce.answers import Answer
 from batchopt._mapreduce.plan import runs, split_batch
 from batchopt.backends.base import Backend

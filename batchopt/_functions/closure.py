@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from batchopt._function.engine import Engine
-from batchopt._function.least_squares import Normal, acceleration, gauss_newton_product, normal
+from batchopt._engine.engine import Engine
+from batchopt._functions.least_squares import Normal, acceleration, gauss_newton_product, normal
 from batchopt.errors import BatchoptError
 from batchopt_workers.wire.layout import Layout
 
@@ -17,14 +17,14 @@ class Closure:
     """A closure that evaluates f and df/dX of the loaded batch. Where f is a sum of squares it also provides the normal
     equations, for `LevenbergMarquardt`."""
 
-    def __init__(self, function: Engine, evaluate: Callable[[], torch.Tensor]) -> None:
+    def __init__(self, engine: Engine, evaluate: Callable[[], torch.Tensor]) -> None:
         """Evaluate the function by calling `evaluate`."""
-        self._function, self._evaluate = function, evaluate
+        self._engine, self._evaluate = engine, evaluate
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
         """The module's trainable parameters, in the order of X."""
-        return self._function.subject.parameters
+        return self._engine.subject.parameters
 
     def __call__(self) -> torch.Tensor:
         """Evaluate f and df/dX, like `BatchOptimizer.evaluate`."""
@@ -32,20 +32,20 @@ class Closure:
 
     def normal(self, limit: int) -> Normal:
         """Return the normal equations, like `BatchOptimizer.normal`."""
-        return normal(self._function, limit)
+        return normal(self._engine, limit)
 
     def gauss_newton(self, v: torch.Tensor) -> torch.Tensor:
         """Return a Gauss-Newton product, like `BatchOptimizer.gauss_newton`."""
-        return gauss_newton_product(self._function, v)
+        return gauss_newton_product(self._engine, v)
 
     def acceleration(self, v: torch.Tensor) -> torch.Tensor:
         """Return JᵀW times the second derivative of the residuals along `v`: shape `(n,)`, X's dtype."""
-        return acceleration(self._function, v)
+        return acceleration(self._engine, v)
 
 
-def loss_with_graph(function: Engine, evaluate: Callable[[], torch.Tensor]) -> torch.Tensor:
+def loss_with_graph(engine: Engine, evaluate: Callable[[], torch.Tensor]) -> torch.Tensor:
     """Return f of the loaded batch: 0-dim, float64; its `backward` adds df/dX to each `.grad`."""
-    subject = function.subject
+    subject = engine.subject
     subject.renew_gradient()
     with subject.keeping_gradients():
         loss = evaluate()

@@ -13,9 +13,9 @@ import torch
 from batchopt._data.batches import BatchSpecs, reweighed
 from batchopt._data.epochs import Batches, EpochBatch
 from batchopt._data.prefetch import Ahead, as_arguments, as_batch_of_terms, to_the_end
-from batchopt._function.evaluating import Evaluating
-from batchopt._function.observer import Observer
-from batchopt._function.step import Rows
+from batchopt._engine.evaluating import Evaluating
+from batchopt._engine.observer import Observer
+from batchopt._engine.step import Rows
 from batchopt._machine.cores import torch_threads
 from batchopt._mapreduce.answers import Answer, common_form, forms_of
 from batchopt.backends.base import Prepared

@@ -1,13 +1,13 @@
-"""What decides, between evaluations and by their times, how the next ones are made."""
+"""Decisions, between evaluations and by their times, how the next ones are made."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from batchopt._function.compilation import Compilation
-from batchopt._function.evaluating import Evaluating
-from batchopt._function.tuning import Tuner
+from batchopt._engine.compilation import Compilation
+from batchopt._engine.evaluating import Evaluating
+from batchopt._engine.tuning import Tuner
 from batchopt.errors import WorkerError
 from batchopt_workers.wire.orders import Cut
 

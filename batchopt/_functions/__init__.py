@@ -1,0 +1,1 @@
+"""Functions of the loaded batch other than f: derivatives, least squares, tasks, predictions."""
