@@ -52,7 +52,7 @@ class Evaluations:
         return [name for name in super().__dir__() if not name.startswith("_") or name.startswith("__")]
 
     def __enter__(self: Self) -> Self:
-        self._engine.check_open()
+        self._engine.resync()
         return self
 
     def __exit__(
@@ -379,8 +379,8 @@ class Evaluations:
         >>> torch.allclose(torch.nn.functional.mse_loss(opt.outputs(), y), f)
         True
         """
-        self._engine.check_open()
-        found = self._engine.history.outputs
+        self._engine.resync()
+        found = self._engine.past.outputs
         if found is None:
             raise BatchoptError(
                 "there are no outputs: set opt.keep_outputs = True before the batch is evaluated, or call "
@@ -493,7 +493,7 @@ class Evaluations:
     def losses(self) -> dict[str, float]:
         """The mean (or sum) of each term by name, without its weight, at the evaluation of `output`; empty without
         terms and before the first evaluation."""
-        return dict(self._engine.history.counters.terms)
+        return dict(self._engine.past.counters.terms)
 
     @property
     def weights(self) -> Mapping[str, float]:
@@ -513,27 +513,27 @@ class Evaluations:
     @property
     def hook_results(self) -> list[Any]:
         """Results of the posthook in the last evaluation, in sample order."""
-        return self._engine.history.hook_results
+        return self._engine.past.hook_results
 
     @property
     def output(self) -> float:
         """The loss of the parameters after the last step if evaluated, else that of the last evaluation; 0 at first."""
-        return self._engine.history.counters.loss
+        return self._engine.past.counters.loss
 
     @property
     def eval_counter(self) -> int:
         """The number of evaluations so far."""
-        return self._engine.history.counters.evaluations
+        return self._engine.past.counters.evaluations
 
     @property
     def batch_counter(self) -> int:
         """The number of batches stepped on so far."""
-        return self._engine.history.counters.batches
+        return self._engine.past.counters.batches
 
     @property
     def sample_counter(self) -> int:
         """The number of samples of the batches stepped on so far."""
-        return self._engine.history.counters.samples
+        return self._engine.past.counters.samples
 
     @exclusive
     def full_gradient(
@@ -584,4 +584,4 @@ class Evaluations:
 
         It is equal for two runs with the same bits: with `chunk_size`, for any number of workers.
         """
-        return self._engine.history.counters.fingerprint(self.parameters)
+        return self._engine.past.counters.fingerprint(self.parameters)

@@ -106,12 +106,12 @@ def arguments(opt: Evaluations) -> Mapping[str, Any]:
 def position(opt: Evaluations) -> int:
     """Return the number of evaluations so far as if no step had been paused: what draws that follow from it depend
     on."""
-    return opt._engine.history.counters.position
+    return opt._engine.past.counters.position
 
 
 def product_counter(opt: Evaluations) -> int:
     """Return the number of Hessian-vector products so far."""
-    return opt._engine.history.counters.products
+    return opt._engine.past.counters.products
 
 
 def batch_size(opt: Evaluations) -> int:
@@ -184,21 +184,21 @@ def scored(
 
 
 @contextmanager
-def apart(opt: Evaluations, name: str = "apart()", *, chunk_size: int | None = None) -> Iterator[None]:
+def examining(opt: Evaluations, name: str = "examining()", *, chunk_size: int | None = None) -> Iterator[None]:
     """Examine f inside a `with` statement: batches loaded there belong to no step, and evaluations leave no trace in
     parameters' buffers, random draws, counters, measured speeds and choices. A batch has to be loaded again.
 
     name: of the examination, for errors. chunk_size: samples of a chunk in the body. Default: as in `BatchOptimizer`.
     Raises `BatchoptError` in the middle of a step.
 
-    >>> with batchopt.extending.apart(opt, chunk_size=50):
+    >>> with batchopt.extending.examining(opt, chunk_size=50):
     ...     opt.load(x, y)
     ...     loss = opt.evaluate()
     >>> opt.load(x, y)
     """
     opt._owner.check_between_steps(name.removesuffix("()"))
     size = None if chunk_size is None else read_count("chunk_size", chunk_size)
-    with opt._engine.apart(name, chunk_size=size, **EXAMINED):
+    with opt._engine.examining(name, chunk_size=size, **EXAMINED):
         yield
 
 

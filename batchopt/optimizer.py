@@ -16,8 +16,8 @@ from batchopt._engine.engine import Engine
 from batchopt._engine.prepared import PreparedBatch, prepared
 from batchopt._engine.resumption import ENTRIES, resuming, state_of
 from batchopt._engine.settings import Settings
-from batchopt._engine.steps import Stepping
-from batchopt._engine.stop_requests import Ending
+from batchopt._engine.steps import Steps
+from batchopt._engine.stop_requests import StopRequests
 from batchopt._engine.workers import anticipate
 from batchopt._functions.closure import Closure, of_second_derivatives
 from batchopt._machine.cores import torch_threads
@@ -206,15 +206,15 @@ class BatchOptimizer(Studies):
             check_goes_by_any_gradient(self.optimizer)
         me = weakref.proxy(self)
         agree = (lambda why: me._engine.workers.backend.first(why)) if settings.backend_class.has_peers else None
-        ending = Ending(settings.stop_on, agree)  # first: workers ignore these signals
-        weakref.finalize(self, ending.close)
+        requests = StopRequests(settings.stop_on, agree)  # first: workers ignore these signals
+        weakref.finalize(self, requests.close)
         try:
             super().__init__(Engine(subject, settings))
         except BaseException:
-            ending.close()
+            requests.close()
             raise
         self._rollback = Rollback(subject.x)
-        self._stepping = Stepping(self._engine, self._rollback, ending)
+        self._steps = Steps(self._engine, self._rollback, requests)
         self._history = History(settings.history) if settings.history else None
         if self._history is not None:
             self._engine.observers.append(self._history)
@@ -253,12 +253,12 @@ class BatchOptimizer(Studies):
 
     def _step(self, load: Callable[[], None], time_limit: float | None = None) -> float:
         engine, owner = self._engine, self._owner
-        engine.check_open()
+        engine.resync()
         engine.end_step()
         outer_work, owner.doing = owner.doing, owner.doing or "a step"
         reports = type(self).optimize is BatchOptimizer.optimize and isinstance(self.optimizer, Minimizer)
         try:
-            return self._stepping.make(load, self.optimize, self.optimizer, reports, time_limit)
+            return self._steps.make(load, self.optimize, self.optimizer, reports, time_limit)
         finally:
             owner.doing = outer_work
 
@@ -296,7 +296,7 @@ class BatchOptimizer(Studies):
     def _step_with(self, optimizer: torch.optim.Optimizer) -> float:
         """Take a step of another optimizer, made for this module's parameters, on the loaded batch; return the loss.
         Several have the same random draws, and begin from the same buffers."""
-        self._engine.ready()
+        self._engine.current_step()
         own, self.optimizer = self.optimizer, optimizer
         try:
             return self._step(self._engine.step_again)
@@ -315,13 +315,13 @@ class BatchOptimizer(Studies):
         >>> opt.stopped, opt.result.iterations
         ('stop()', 0)
         """
-        self._stepping.ending.ask()
+        self._steps.requests.ask()
 
     @property
     def stopped(self) -> str | None:
         """Why the last step ended early, or was the last one of `steps`: `"stop()"`, the name of a signal, or the time
         limit; None if nobody has asked. The same on all ranks."""
-        return self._stepping.ending.why
+        return self._steps.requests.why
 
     @property
     def result(self) -> Result:
@@ -350,10 +350,10 @@ class BatchOptimizer(Studies):
         """True if the last step was ended before its optimizer would have. Its batch does not count yet: the next step
         on it, also of another process that has loaded what this one saved, makes the rest, with the same iterates, and
         with `chunk_size` the same bits."""
-        return self._engine.history.counters.paused
+        return self._engine.past.counters.paused
 
     def close(self) -> None:
-        self._stepping.ending.close()
+        self._steps.requests.close()
         super().close()
 
     def steps(self, batches: Iterable[Any]) -> Iterator[float]:
@@ -377,13 +377,13 @@ class BatchOptimizer(Studies):
     @exclusive
     def _step_on(self, batch: PreparedBatch, time_limit: float | None = None) -> float:
         prepared = batch.take(self._engine)
-        engine, ending = self._engine, self._stepping.ending
-        counted = engine.history.counters.batches
+        engine, requests = self._engine, self._steps.requests
+        counted = engine.past.counters.batches
         try:
             return self._step(lambda: engine.begin(prepared, batch.rows), time_limit)
         finally:
-            batch.is_last = ending.why is not None
-            if engine.history.counters.batches > counted:
+            batch.is_last = requests.why is not None
+            if engine.past.counters.batches > counted:
                 batch.finish()
 
     def optimize(self) -> None:
@@ -396,7 +396,7 @@ class BatchOptimizer(Studies):
             try:
                 with torch_threads(1 if self._fixes_threads else None):
                     if isinstance(self.optimizer, Minimizer):
-                        self.optimizer.step(closure, watch=self._stepping)
+                        self.optimizer.step(closure, watch=self._steps)
                     else:
                         if hasattr(self.optimizer, "first_step"):  # SAM's, by the gradient here, which is evaluated now
                             self.evaluate()
@@ -489,7 +489,7 @@ class BatchOptimizer(Studies):
         Raises `ValueError` if the seed, the names of the terms or the class of the optimizer differ, or an entry is
         missing or invalid (or `TypeError`); what torch raises if shapes differ. Then nothing is changed.
         """
-        self._engine.check_open()
+        self._engine.resync()
         self._owner.check_between_steps("load_state_dict")
         with resuming(self._engine, self.optimizer, self._rollback, state):
             if self._history is not None:
@@ -515,7 +515,7 @@ class BatchOptimizer(Studies):
         >>> opt.load_checkpoint("run.batchopt", take=print)
         {'note': 'before the heat wave'}
         """
-        self._engine.check_open()
+        self._engine.resync()
         self._owner.check_between_steps("save")
         self._engine.end_step()
         state, layout = self.state_dict(), self._engine.subject.flat.layout
@@ -534,7 +534,7 @@ class BatchOptimizer(Studies):
         Nothing in the file is executed. Raises `CheckpointError`, and changes nothing, for a file that is damaged, or
         of a module with other parameters (by name and shape), other buffers, another seed or optimizer.
         """
-        self._engine.check_open()
+        self._engine.resync()
         self._owner.check_between_steps("load_checkpoint")
         state = checkpoint.read(path, self._engine.subject.flat.layout)
         try:
@@ -556,7 +556,7 @@ class BatchOptimizer(Studies):
             raise AttributeError(f"BatchOptimizer has no attribute '{name}'{advice}", name=name, obj=self)
 
     def __repr__(self) -> str:
-        engine, subject, past = self._engine, self._engine.subject, self._engine.history.counters
+        engine, subject, past = self._engine, self._engine.subject, self._engine.past.counters
         loss = self.criterion or getattr(engine.settings.loss_fn, "residual", engine.settings.loss_fn)
         parts = [f"{type(subject.module).__name__} of {subject.x.numel():,} parameters"]
         parts += (

@@ -73,11 +73,11 @@ def test_shares_stay_where_what_was_read_is_kept() -> None:
     for cache in (True, False):
         with loaded(case.module, case.criterion, Pairs(case.inputs, case.targets), parallelize=2, cache=cache) as opt:
             opt.evaluate()
-            before = opt._engine.ready().plan.cut.bounds
+            before = opt._engine.current_step().plan.cut.bounds
             workers = opt._engine.workers
             workers.set_speeds(replace(workers.speeds, values=(900.0, 100.0)))  # as if one had proved to be slower
             opt.evaluate()
-            assert (opt._engine.ready().plan.cut.bounds == before) == cache
+            assert (opt._engine.current_step().plan.cut.bounds == before) == cache
 
 
 class Drawn(Dataset[Any]):

@@ -31,7 +31,7 @@ def test_what_is_evaluated_apart_leaves_no_trace(parallelize: int) -> None:
     case = mlp()
     with optimizer(parallelize, chunk_size=4) as opt, optimizer(parallelize, chunk_size=4) as other:
         assert (extending.batch_size(opt), extending.chunk_size(opt)) == (len(case.inputs), 4)
-        with extending.apart(opt, chunk_size=7):
+        with extending.examining(opt, chunk_size=7):
             opt.load(case.inputs[:20], case.targets[:20])
             assert (extending.batch_size(opt), extending.chunk_size(opt)) == (20, 7)
             opt.evaluate()

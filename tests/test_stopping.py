@@ -475,7 +475,7 @@ def test_what_an_observer_of_the_end_raises_undoes_nothing() -> None:
         with extending.observe(opt, Raises()), pytest.raises(ZeroDivisionError):
             opt.step(X, Y, time_limit=1000.0)
         assert opt.batch_counter == 1 and result(opt).iterations == 3 and opt.output == result(opt).f
-        assert opt._stepping.ending._deadline == math.inf
+        assert opt._steps.requests._deadline == math.inf
         opt.load(X, Y)
         assert opt.evaluate().item() == opt.output
 
@@ -576,7 +576,7 @@ def test_ctrl_c_undoes_where_asked_to_and_where_there_is_no_best_point(optimizer
 
 
 def test_ranks_that_do_not_ask_each_other_do_not_stop() -> None:
-    ending = build()._stepping.ending
+    ending = build()._steps.requests
     ending._agree = lambda why: why
     with pytest.raises(BatchoptError, match="stop_on"):
         ending.ask()

@@ -135,7 +135,7 @@ def _rounding(engine: Evaluating, losses: CutLosses) -> float:
 def _collected(engine: Evaluating, function: PieceFunction, rows: list[tuple[int, int]]) -> torch.Tensor:
     part = Part(Columns(torch.tensor(rows)), None, None, Weighting("mean", len(rows)))
     use, cut = partial(engine.put_together, samples=len(rows)), Cut((0, len(rows)))
-    found: torch.Tensor = engine.work_on(Task(function, aside=True), Batch((part,)), Kind.COLLECT, use, cut)
+    found: torch.Tensor = engine.run_task_amid(Task(function, aside=True), Batch((part,)), Kind.COLLECT, use, cut)
     return found
 
 
@@ -173,7 +173,7 @@ def _is_asked(part: Part, spec: BatchSpec) -> bool:
 def locate_nonfinite(engine: Evaluating, kind: Kind, cut: Cut, batch: Batch, name: str = "gradient") -> NonFiniteError:
     """Return the error for the evaluation or task that follows, which is not finite. Evaluates again, without hooks, to
     find the origin. `name` describes the result other than the loss."""
-    counters, workers = engine.history.counters, engine.workers
+    counters, workers = engine.past.counters, engine.workers
     with workers.without_hooks():
         chunk, samples, what = _origin(workers.backend, cut, workers.number, counters.steps, kind, name)
     where = batch.numbering.within(samples)

@@ -119,7 +119,7 @@ class Compilation:
     def before(self, engine: Evaluating) -> None:
         """Have the workers evaluate by what there is for the program and the batch at hand. Raises `CompileError` if it
         `insists` and there is nothing."""
-        step = engine.ready()
+        step = engine.current_step()
         target = self._target_of(engine, step)
         if target != self._target:
             self._target = None

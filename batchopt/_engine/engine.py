@@ -1,13 +1,18 @@
-"""The function of one batch, evaluated by workers: f(X), df/dX, Hessian products and tasks.
+"""The function of one batch, evaluated by workers. f(X) and df/dX pass through seven functions:
 
-    load ──► BatchReader ──► Step ◄─────── losses, changes of buffers ───────┐
-                              │                                              │
-    evaluate ─── map: plan ───┴──► Workers ──► answers ─── reduce: f, df/dX ─┴──► History: counters, hook results
-    carry_out ── task ───────────► Workers ──► answers ─── what the caller makes of them
+    BatchReader.read(inputs, targets)    _engine/reader.py               Batch: the samples, and what weighs them
+    Engine.load                          here                            Step: batch, plan, start of the buffers
+    Workers.plan(size, chunk_size)       _engine/workers.py              Plan: the cut, and each worker's share
+    Backend.evaluate(cut, order, runs)   backends/                       Answers: partial sums, times, results
+    run(walk, work, loaded, order)       workers, evaluate/work.py       the only loop over chunks, in each worker
+    reduce_answers(answers, chunks)      _mapreduce/reduce.py            f, df/dX, changes of buffers
+    Engine.count(loss, answers)          here                            Past: counters; observers; policies
+
+Tasks, functions of the batch other than f, pass through the third to the fifth, by `run_task`.
 
 What must hold, and why:
 
-- Step and History are immutable, and replaced as a whole: to undo is to put them back, and an interrupt between any two
+- Step and Past are immutable, and replaced as a whole: to undo is to put them back, and an interrupt between any two
   lines finds the one or the other.
 - All evaluations of a step are of one function: they start from its buffers, with its draws. What they make of the
   buffers is in the step until it ends, and so never in the module while an optimizer may still go back.
@@ -40,8 +45,8 @@ from batchopt._engine.reader import BatchReader
 from batchopt._engine.reporter import warn
 from batchopt._engine.search import Way
 from batchopt._engine.settings import Settings
-from batchopt._engine.step import Counters, Found, History, Rows, Rules, Step
-from batchopt._engine.undo import Attempt
+from batchopt._engine.step import Counters, Found, Indices, Past, Rules, Step
+from batchopt._engine.undo import Undo
 from batchopt._engine.workers import Workers
 from batchopt._machine.ownership import Owner, exclusive, sole, undisturbed
 from batchopt._mapreduce.answers import Answer, common_form, forms_of
@@ -80,9 +85,9 @@ class Engine:
             self.observers.report(0)
         self.reader = BatchReader(settings, self.workers, subject.x.device)
         self.rules = Rules(settings.on_nonfinite, settings.compress is not None, settings.check_cut)
-        self.history = History(counters or Counters(), [])
+        self.past = Past(counters or Counters(), [])
         self.step: Step | None = None
-        self.begun: History | None = None  # that with which the outermost attempt began that is going on
+        self.begun: Past | None = None  # that with which the outermost attempt began that is going on
         self.policies = Policies.of(self)
 
     # ---- state
@@ -97,7 +102,7 @@ class Engine:
         """The rules by which data becomes a batch, by term name, with the current criterion."""
         return self.reader.specs
 
-    def check_open(self) -> None:
+    def resync(self) -> None:
         """Bring X up to date with the module. Raises `BatchoptError` after `close`, and what `FlatModule.resync`
         raises."""
         if self.workers.closed:
@@ -115,7 +120,7 @@ class Engine:
         """X, up to date with the module."""
         return self.synced().x
 
-    def ready(self) -> Step:
+    def current_step(self) -> Step:
         """Return the step on the loaded batch, with X up to date."""
         if self.workers.closed:
             raise closed()
@@ -160,24 +165,24 @@ class Engine:
         self.observers.did("read ahead", began)
         return prepared
 
-    def _begin(self, prepared: Prepared, rows: Rows = lambda: None) -> None:
+    def _begin(self, prepared: Prepared, rows: Indices = lambda: None) -> None:
         """Begin a step on a prepared batch; `rows` returns the indices of its samples in the data."""
         began = time.perf_counter()
         if prepared.batch.plain is None:
-            prepared = self.weighed(prepared, self.work_on)
+            prepared = self.weighed(prepared, self.run_task_amid)
         subject, workers, batch = self.subject, self.workers, prepared.batch
         subject.check()
         if self.step is not None:
             self.end_step()
         reporter = self.observers.reporter
         workers.grow(reporter.not_grown)
-        with Attempt(self, "load"):
+        with Undo(self, "load"):
             self.step = None
             subject.buffers.begin_step()
             weights = self.reader.weights
             count = workers.load(prepared, weights)
-            counters, *others = self.history
-            self.history = History(counters.begun(), *others)
+            counters, *others = self.past
+            self.past = Past(counters.begun(), *others)
             given = self.rules.chunk_size or self.policies.size_for(batch.size, self.settings.chunk_size)
             chunk_size = choose_chunk_size(batch.size, given, self.settings.deterministic)
             plan = workers.plan(batch.size, chunk_size)
@@ -189,7 +194,7 @@ class Engine:
             movable = chunks == 1 or not reporter.cut_matters(subject.module, chunks)
             # samples that move to another worker are read again; with fixed chunks those are few
             moves = movable and (chunk_size is not None or not batch.is_kept)
-            self.step = Step(self.history.counters.steps, batch, weights, chunk_size, plan, moves, rows, deals)
+            self.step = Step(self.past.counters.steps, batch, weights, chunk_size, plan, moves, rows, deals)
         if self.rules.adapts:
             self.policies.loaded(self, batch.size, time.perf_counter() - began)
         if self.rules.checks_cut and len(plan.cut.bounds) > 2:
@@ -205,9 +210,9 @@ class Engine:
             found = cut_differences(self, max(stop - start for start, stop in pairwise(cut.bounds)))
             reporter.cut_differs([str(difference) for difference in found if difference.decided])
 
-    def weighed(self, prepared: Prepared, carry_out: Callable[..., torch.Tensor] | None = None) -> Prepared:
+    def weighed(self, prepared: Prepared, run_task: Callable[..., torch.Tensor] | None = None) -> Prepared:
         """Return the prepared batch with all normalisers of its means known."""
-        batch = with_denominators(self, prepared.batch, carry_out or self.carry_out)
+        batch = with_denominators(self, prepared.batch, run_task or self.run_task)
         return prepared if batch is prepared.batch else replace(prepared, batch=batch)
 
     # ---- evaluations
@@ -254,10 +259,10 @@ class Engine:
 
     def count(self, loss: float, answers: Sequence[Answer], began: float, mapped: float) -> None:
         """Count a finished evaluation and notify the observers."""
-        step, history, names = self.step or self.loaded(), self.history, self.reader.terms
+        step, past, names = self.step or self.loaded(), self.past, self.reader.terms
         terms = dict(zip(names, step.losses, strict=False)) if names else {}
-        counters = history.counters.evaluated(loss, terms)
-        self.history = History(counters, *history[1:])
+        counters = past.counters.evaluated(loss, terms)
+        self.past = Past(counters, *past[1:])
         if self.observers:
             number, batch, bounds = counters.evaluations, counters.batches + 1, step.plan.cut.bounds
             ended = time.perf_counter()
@@ -275,12 +280,12 @@ class Engine:
         return self._map(None)
 
     def _map(self, into: Gradient | None) -> Answers:
-        step, workers, history = self.ready(), self.workers, self.history
+        step, workers, past = self.current_step(), self.workers, self.past
         plan = workers.replan(step)
         if plan is not step.plan:
             self.step = step = step._replace(plan=plan)
-        if history.outputs is not None:
-            self.history = history = history._replace(outputs=None)
+        if past.outputs is not None:
+            self.past = past = past._replace(outputs=None)
         if self.subject.buffers.size and self.subject.buffers.is_written:
             self.subject.buffers.begin_step()  # what the user has written counts from here on
         while True:
@@ -288,7 +293,7 @@ class Engine:
                 answers = workers.evaluate(step, self.observers.busy, into, self.rules.compresses)
                 break
             except DoesNotFit as error:
-                counters, where = self.history.counters, step.batch.numbering.within(error.samples)
+                counters, where = self.past.counters, step.batch.numbering.within(error.samples)
                 now = counters.steps, counters.evaluations + 1
                 raise NonFiniteError(str(error), None, error.samples, *now, where) from None
             except WorkerError as error:
@@ -302,9 +307,9 @@ class Engine:
         if pattern.drew:
             self._keep_chunks(plan)
         workers.learn_from(answers, plan)
-        if workers.mode.outputs or history.hook_results or pattern.hook_results:
+        if workers.mode.outputs or past.hook_results or pattern.hook_results:
             outputs = self.put_together(answers, plan.cut, step.batch.size) if workers.mode.outputs else None
-            self.history = history._replace(hook_results=[*pattern.hook_results], outputs=outputs)
+            self.past = past._replace(hook_results=[*pattern.hook_results], outputs=outputs)
         return answers
 
     def _abandon(self, error: WorkerError) -> None:
@@ -319,7 +324,7 @@ class Engine:
             "here, and the step is made anew; does the loss depend on something that the module, the criterion and the "
             "batch do not hold?"
         )
-        if self.begun is not None and self.history.counters.evaluations > self.begun.counters.evaluations:
+        if self.begun is not None and self.past.counters.evaluations > self.begun.counters.evaluations:
             raise Abandoned(f"a {what} evaluation found something else than an eager one") from error
 
     def cut_into(self, chunk_size: int | None) -> None:
@@ -358,7 +363,7 @@ class Engine:
         """Return infinity if the exception in the user's code means that; else raise it."""
         if not isinstance(error, WorkerError) or self.settings.kinds_as_infinite.isdisjoint(error.kinds):
             raise error
-        step, subject, counters = self.loaded(), self.subject, self.history.counters
+        step, subject, counters = self.loaded(), self.subject, self.past.counters
         self.step = step._replace(losses=(math.inf,) * len(step.weights), changes=None)
         if self.settings.on_nonfinite == "raise":
             chunk = bisect_right(step.plan.cut.bounds, error.samples.start) - 1
@@ -374,13 +379,13 @@ class Engine:
 
     def count_products(self, count: int) -> None:
         """Count `count` more Hessian products."""
-        counters = self.history.counters._replace(products=self.history.counters.products + count)
-        self.history = self.history._replace(counters=counters)
+        counters = self.past.counters._replace(products=self.past.counters.products + count)
+        self.past = self.past._replace(counters=counters)
 
     @sole
     def calibrate(self) -> list[float]:
         """Time the workers on equal shares of the loaded batch; return the speeds in samples per second."""
-        step, workers = self.ready(), self.workers
+        step, workers = self.current_step(), self.workers
         if not workers.speeds.fixed:
             plan = make_plan(step.batch.size, step.chunk_size, Speeds.unknown(len(workers.infos)))
             with workers.without_hooks():
@@ -402,12 +407,12 @@ class Engine:
 
     def end_step(self) -> None:
         """Apply the buffer changes of the step's last evaluation to the module; a second call does nothing. More
-        evaluations may follow; they start from the state at the step's start. Evaluations that are `apart` change
+        evaluations may follow; they start from the state at the step's start. Evaluations in an examination change
         nothing."""
         step = self.step
         if step is None or step.changes is None:
             return
-        if self.rules.apart:
+        if self.rules.examines:
             self.step = step._replace(changes=None)
         else:
             self.subject.buffers.take_over(step.changes)
@@ -416,13 +421,13 @@ class Engine:
     def stepped(self, left: Found | None, paused: bool = False) -> None:
         """Count an optimizer's step on the loaded batch; `left`: the evaluation at the final parameters, None: the
         last one. A step that was `paused` is counted once another one has finished it."""
-        step, (counters, *others) = self.step or self.loaded(), self.history
+        step, (counters, *others) = self.step or self.loaded(), self.past
         found = counters if left is None else left
-        self.history = History(counters.stepped(step.batch.size, found.loss, found.terms, paused), *others)
+        self.past = Past(counters.stepped(step.batch.size, found.loss, found.terms, paused), *others)
 
     def settle(self) -> None:
         """Let a step that is paused be complete: nobody has its optimizer any more."""
-        self.history = self.history._replace(counters=self.history.counters._replace(paused=False))
+        self.past = self.past._replace(counters=self.past.counters._replace(paused=False))
 
     @contextmanager
     def under(self, **rules: Any) -> Iterator[None]:
@@ -435,22 +440,22 @@ class Engine:
             self.rules = self.rules._replace(**before)
 
     @contextmanager
-    def apart(self, what: str, counted: bool = False, **rules: Any) -> Iterator[None]:
+    def examining(self, what: str, counted: bool = False, **rules: Any) -> Iterator[None]:
         """Let batches loaded in the body belong to no step, and be evaluated by these `rules`. Afterwards buffers,
         random draws and counters are as if there had been none; if `counted`, and nothing was raised, the evaluations
         count. A batch has to be loaded again."""
-        self.check_open()
+        self.resync()
         self.end_step()
-        before = after = self.history
-        with self.under(apart=True, **rules), self._owner.amid(what):
+        before = after = self.past
+        with self.under(examines=True, **rules), self._owner.amid(what):
             try:
                 yield
                 if counted:
-                    counters = self.history.counters._replace(steps=before.counters.steps)
-                    after = self.history._replace(counters=counters)
+                    counters = self.past.counters._replace(steps=before.counters.steps)
+                    after = self.past._replace(counters=counters)
             finally:
                 self.forget()
-                self.history = after._replace(outputs=None)
+                self.past = after._replace(outputs=None)
 
     def forget(self) -> None:
         """Drop the loaded batch, and whatever its evaluations would change in the module."""
@@ -459,7 +464,7 @@ class Engine:
     # ---- tasks
 
     @undisturbed
-    def work_on(
+    def run_task_amid(
         self, task: Task, batch: Batch, kind: Kind, use: Callable[[Sequence[Answer], Cut], T], cut: Cut | None = None
     ) -> T:
         """Order a task on `batch` and return `use(answers, cut)`.
@@ -472,7 +477,7 @@ class Engine:
         of the step's start for f of the loaded batch and in the middle of a step, else the current one, also for
         outputs in a mode other than the module's own.
         """
-        self.check_open()
+        self.resync()
         owner, workers, name, began = self._owner, self.workers, kind.name.lower(), time.perf_counter()
         now = task.aside and not task.whole and not owner.is_amid
         if now:
@@ -501,7 +506,7 @@ class Engine:
         workers = self.workers
         while True:
             plan = self._plan_of(task, batch, cut)
-            order = plan.order(workers.number(), self.history.counters.steps, kind)
+            order = plan.order(workers.number(), self.past.counters.steps, kind)
             try:
                 return plan, workers.backend.evaluate(plan.cut, order, plan.runs, self.observers.busy)
             except WorkerError as error:
@@ -518,8 +523,8 @@ class Engine:
         given = self.policies.size_for(batch.size, settings.chunk_size)
         return make_plan(batch.size, choose_chunk_size(batch.size, given, settings.deterministic), speeds)
 
-    # The same for callers from outside: `work_on` may be called while something works here.
-    carry_out = exclusive(work_on)
+    # The same for callers from outside: `run_task_amid` may be called while something works here.
+    run_task = exclusive(run_task_amid)
 
     # ---- workers
 
@@ -537,13 +542,13 @@ class Engine:
 
     def freeze_workers(self) -> None:
         """Keep the number of workers from now on, if it is chosen automatically: they may have state of the user's."""
-        self.check_open()
+        self.resync()
         self.policies.freeze_workers(self)
 
     @sole
     def resize(self, parallelize: int | str, speeds: Sequence[float] | None) -> None:
         """Change the number of workers; a batch has to be loaded again."""
-        self.check_open()
+        self.resync()
         automatic = self.settings.automatic and parallelize == "auto" and speeds is None
 
         def between_steps() -> None:
@@ -577,7 +582,7 @@ class Engine:
             self.observers.reporter.close()
             self.policies.close()
             self.workers.close()
-            self.history = self.history._replace(outputs=None)
+            self.past = self.past._replace(outputs=None)
 
     def __enter__(self) -> Engine:
         return self

@@ -10,7 +10,7 @@ from batchopt._engine.observers import Observers
 from batchopt._engine.reader import BatchReader
 from batchopt._engine.search import Way
 from batchopt._engine.settings import Settings
-from batchopt._engine.step import History, Step
+from batchopt._engine.step import Past, Step
 from batchopt._engine.workers import Workers
 from batchopt._machine.ownership import Owner
 from batchopt._mapreduce.answers import Answer
@@ -31,9 +31,9 @@ class Evaluating(Protocol):
     workers: Workers
     reader: BatchReader
     observers: Observers
-    history: History
+    past: Past
     step: Step | None
-    begun: History | None
+    begun: Past | None
 
     @property
     def owner(self) -> Owner:
@@ -43,7 +43,7 @@ class Evaluating(Protocol):
     def specs(self) -> BatchSpecs:
         """The rules by which data becomes a batch."""
 
-    def ready(self) -> Step:
+    def current_step(self) -> Step:
         """Return the step on the loaded batch, with X up to date."""
 
     def loaded(self) -> Step:
@@ -61,7 +61,7 @@ class Evaluating(Protocol):
     def cut_into(self, chunk_size: int | None) -> None:
         """Evaluate the loaded batch in chunks of this size from now on, as the same step."""
 
-    def work_on(
+    def run_task_amid(
         self, task: Task, batch: Batch, kind: Kind, use: Callable[[Sequence[Answer], Cut], T], cut: Cut | None = None
     ) -> T:
         """Order a task on `batch` and return `use(answers, cut)`."""

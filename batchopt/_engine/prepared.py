@@ -15,7 +15,7 @@ from batchopt._data.epochs import Batches, EpochBatch
 from batchopt._data.prefetch import Ahead, as_arguments, as_batch_of_terms, to_the_end
 from batchopt._engine.evaluating import Evaluating
 from batchopt._engine.observer import Observer
-from batchopt._engine.step import Rows
+from batchopt._engine.step import Indices
 from batchopt._machine.cores import torch_threads
 from batchopt._mapreduce.answers import Answer, common_form, forms_of
 from batchopt.backends.base import Prepared
@@ -35,7 +35,7 @@ class PreparedBatch:
         self._owner, self._prepared, self._specs = owner, prepared, specs
         self._batches, self._turn = source if isinstance(source, Batches) else None, turn
         # the indices of its samples in the data; a function that does not refer to this, which a step would keep
-        self.rows: Rows = (lambda: None) if self._batches is None else partial(self._batches.rows, turn)
+        self.rows: Indices = (lambda: None) if self._batches is None else partial(self._batches.rows, turn)
         self._refused = ""  # why it can no longer be used
         self._finished = False
         self.is_last = False  # the step on it was stopped, and with it the loop
@@ -127,8 +127,8 @@ def whole(batches: Iterable[Any], convert: Callable[[Any], Any] | None = None) -
     return found if convert is None else (convert(batch) for batch in found)  # no map(): see PEP 479
 
 
-def with_denominators(engine: Evaluating, batch: Batch, carry_out: Callable[..., torch.Tensor]) -> Batch:
-    """Return the batch with all normalisers of its means known; `carry_out` is that of the engine. Raises what reading
+def with_denominators(engine: Evaluating, batch: Batch, run_task: Callable[..., torch.Tensor]) -> Batch:
+    """Return the batch with all normalisers of its means known; `run_task` is that of the engine. Raises what reading
     a sample raises."""
     specs = engine.specs
 
@@ -143,7 +143,7 @@ def with_denominators(engine: Evaluating, batch: Batch, carry_out: Callable[...,
             (found,) = engine.workers.backend.collected(form.columns, part.size)
             return found
 
-        each = carry_out(Task(Applied(function), number, aside=True), Batch((part,)), Kind.COLLECT, whole)
+        each = run_task(Task(Applied(function), number, aside=True), Batch((part,)), Kind.COLLECT, whole)
         inputs = replace(part.inputs, denominators=function) if isinstance(part.inputs, Items) else part.inputs
         return replace(part, inputs=inputs, weighting=spec.weighting_of(each, part.size))
 

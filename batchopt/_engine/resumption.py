@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from batchopt._data.terms import reweighed
-from batchopt._engine.step import Counters, History
+from batchopt._engine.step import Counters, Past
 from batchopt._mapreduce.speeds import Speeds
 from batchopt.optim.choose import check_options
 
@@ -42,7 +42,7 @@ def state_of(engine: Engine, optimizer: torch.optim.Optimizer | None) -> dict[st
         "module": engine.synced().module.state_dict(),
         "optimizer": optimizer.state_dict() if optimizer is not None else None,
         "optimizer_class": class_of(optimizer),
-        "history": engine.history.counters.state_dict(),
+        "history": engine.past.counters.state_dict(),
         "speeds": list(engine.workers.speeds.values),
         "seed": engine.settings.seed,
         "weights": {name: term.weight for name, term in (engine.reader.terms or {}).items()},
@@ -82,7 +82,7 @@ def resuming(
             warnings.warn(message, RuntimeWarning, stacklevel=4)
         yield
         engine.policies.resume(engine, state)
-        engine.history = History(counters, engine.history.hook_results)
+        engine.past = Past(counters, engine.past.hook_results)
     engine.forget()
     if engine.policies.compilation is not None:
         engine.policies.compilation.expected = compiled
@@ -94,7 +94,7 @@ def resuming(
 def _undone_on_failure(engine: Engine, optimizer: torch.optim.Optimizer | None, rollback: Rollback) -> Iterator[None]:
     """Put everything back if the block fails. The attributes of an optimizer, and of one within it, are kept as they
     are: `load_state_dict` makes others."""
-    module, history, terms = engine.subject.module, engine.history, engine.reader.terms
+    module, history, terms = engine.subject.module, engine.past, engine.reader.terms
     before = deepcopy(module.state_dict())
     parts = [] if optimizer is None else [optimizer, *vars(optimizer).values()]
     attributes = [(vars(part), {**vars(part)}) for part in parts if isinstance(part, torch.optim.Optimizer)]
@@ -102,7 +102,7 @@ def _undone_on_failure(engine: Engine, optimizer: torch.optim.Optimizer | None, 
     try:
         yield
     except BaseException as error:
-        engine.history, engine.reader.terms = history, terms
+        engine.past, engine.reader.terms = history, terms
         for now, then in attributes:
             now.clear()
             now.update(then)

@@ -14,7 +14,7 @@ from batchopt._mapreduce.plan import Plan
 from batchopt_workers.batch.batch import Batch
 
 # Returns the indices of a batch's samples in the data; None if unknown.
-Rows = Callable[[], Sequence[int] | None]
+Indices = Callable[[], Sequence[int] | None]
 
 
 class Step(NamedTuple):
@@ -34,7 +34,7 @@ class Step(NamedTuple):
     chunk_size: int | None
     plan: Plan
     movable: bool
-    rows: Rows
+    rows: Indices
     deals: bool
     losses: tuple[float, ...] = ()
     changes: torch.Tensor | None = None
@@ -106,7 +106,7 @@ class Found(NamedTuple):
     terms: Mapping[str, float]
 
 
-class History(NamedTuple):
+class Past(NamedTuple):
     """The counters, and of the last evaluation the results of the posthook and, if kept, the module's `outputs`. A step
     that fails restores the record with which it began."""
 
@@ -117,14 +117,14 @@ class History(NamedTuple):
 
 class Rules(NamedTuple):
     """The way in which the present evaluations are made. `on_nonfinite`: as given by the user, or "keep": f may be NaN.
-    `checks_cut`: the first batch that is cut is compared with its parts. `apart`: evaluations belong to no step, and
+    `checks_cut`: the first batch that is cut is compared with its parts. `examines`: evaluations belong to no step, and
     change nothing in the module. `adapts`: policies may change how evaluations are made. `chunk_size`: in place of
     that of the settings."""
 
     on_nonfinite: str
     compresses: bool
     checks_cut: bool
-    apart: bool = False
+    examines: bool = False
     adapts: bool = True
     chunk_size: int | None = None
 

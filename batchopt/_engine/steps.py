@@ -11,8 +11,8 @@ from batchopt._engine.compilation import Abandoned
 from batchopt._engine.engine import Engine
 from batchopt._engine.observer import Stepped
 from batchopt._engine.step import Found
-from batchopt._engine.stop_requests import Ending
-from batchopt._engine.undo import Attempt
+from batchopt._engine.stop_requests import StopRequests
+from batchopt._engine.undo import Undo
 from batchopt._machine.interrupts import Held
 from batchopt.errors import BatchoptError
 from batchopt.optim.minimizer import Iteration, Minimizer, Result, Status, Watch
@@ -20,19 +20,19 @@ from batchopt.optim.rollback import Rollback
 from batchopt_workers.batch.batch import Batch
 
 
-class Stepping(Watch):
+class Steps(Watch):
     """Makes steps. After an exception parameters, buffers, counters, history and the optimizer's state are as before,
     but for a `KeyboardInterrupt` after which an optimizer has set the best point, if that is to be kept. Once a step
     has counted it is made, whatever observers of its end raise."""
 
-    def __init__(self, engine: Engine, rollback: Rollback, ending: Ending) -> None:
-        self.ending, self._engine, self._rollback = ending, engine, rollback
+    def __init__(self, engine: Engine, rollback: Rollback, requests: StopRequests) -> None:
+        self.requests, self._engine, self._rollback = requests, engine, rollback
         self._batch: Batch | None = None  # of the present step; `optimize()` may be called without one
         self._held = Held()
 
     def accepted(self, point: Iteration) -> None:
         for observer in self._engine.observers:
-            observer.accepted(self._engine.history.counters.batches + 1, point)
+            observer.accepted(self._engine.past.counters.batches + 1, point)
 
     def is_over(self, has_moved: bool) -> bool:
         if self._batch is not None and self._engine.loaded().batch is not self._batch:
@@ -40,9 +40,9 @@ class Stepping(Watch):
                 "another batch was loaded in the middle of a step, by a callback, and f would be another function from "
                 "here on: load it between two steps; score, predict and collect take data of their own"
             )
-        if not has_moved and self.ending.is_late:
+        if not has_moved and self.requests.is_late:
             self._engine.observers.decided("the time was over before the first point, which is reached all the same")
-        return self.ending.is_due(has_moved)
+        return self.requests.is_due(has_moved)
 
     def make(
         self,
@@ -54,30 +54,30 @@ class Stepping(Watch):
     ) -> float:
         """Load a batch and optimize on it; return the loss. `reports`: `optimize` is a step of the optimizer, whose
         result tells which evaluation was at the final parameters."""
-        engine, held, attempt = self._engine, self._held, Attempt(self._engine, "step")
+        engine, held, undo = self._engine, self._held, Undo(self._engine, "step")
         self._rollback.take(optimizer)
-        self.ending.begin(time_limit)
+        self.requests.begin(time_limit)
         interrupt: KeyboardInterrupt | None = None
         try:
             for observer in engine.observers:
                 observer.step_begins()
-            with attempt:
+            with undo:
                 interrupt = self._optimize(load, optimize, optimizer, reports)
         except BaseException as error:
             engine.subject.bind()
-            attempt.undo()  # also what came between its end and here
+            undo.back()  # also what came between its end and here
             self._rollback.back()
             held.let_through()
             if isinstance(error, Abandoned):
                 return self.make(load, optimize, optimizer, reports, None)  # within the same limit
-            self.ending.abandon()
+            self.requests.abandon()
             for observer in engine.observers:
                 observer.step_ended(None)
             raise
         if held.holds:
             held.end()
-        self.ending.end()
-        counters = engine.history.counters
+        self.requests.end()
+        counters = engine.past.counters
         for observer in engine.observers:
             observer.step_ended(Stepped(counters.batches, counters.evaluations, counters.loss, reports))
         if interrupt is not None:

@@ -16,7 +16,7 @@ from batchopt.errors import BatchoptError
 Agree = Callable[[str | None], str | None]
 
 
-class Ending:
+class StopRequests:
     """Requests to end a step at its next accepted point.
 
     A signal handler, a callback and another thread may only assign here, so whatever runs meanwhile is not disturbed. A
@@ -111,4 +111,4 @@ class Ending:
         """Return the handler that was there before, and is not one of an object like this that was closed since."""
         before = self._before[number]
         owner = getattr(before, "__self__", None)
-        return owner._former(number) if isinstance(owner, Ending) and owner._closed else before
+        return owner._former(number) if isinstance(owner, StopRequests) and owner._closed else before

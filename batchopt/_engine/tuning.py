@@ -267,7 +267,7 @@ def _plan_for(step: Step, way: Way) -> Plan:
 
 def _values(engine: Evaluating, cut: Cut) -> tuple[float, torch.Tensor]:
     """Return f and df/dX of these chunks by the present workers, which counts as no evaluation."""
-    step, gradient = engine.ready(), torch.empty_like(engine.subject.x)
+    step, gradient = engine.current_step(), torch.empty_like(engine.subject.x)
     with engine.workers.without_hooks():
         answers = engine.workers.evaluate(step._replace(plan=plan_of(cut, engine.workers.speeds)))
         whole = reduce_answers(answers, cut.chunks, gradient)

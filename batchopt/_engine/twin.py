@@ -49,10 +49,10 @@ def twin_of(engine: Engine, double: bool, hooks: bool, loaded: bool, changes: di
     plain |= {"candidates": ()}
     plain |= {"precode": None} if workers == 1 else {}  # it was run in this process already
     settings = replace(engine.settings, **plain, terms=engine.reader.terms).having(program)
-    counters = Counters(steps=engine.history.counters.steps - 1)  # so its first step has the same draws
+    counters = Counters(steps=engine.past.counters.steps - 1)  # so its first step has the same draws
     twin = Engine(FlatModule(program.module), replace(settings, **changes), counters)
     if loaded:
-        twin.begin(twin.workers.prepare(engine.ready().batch))
+        twin.begin(twin.workers.prepare(engine.current_step().batch))
     return twin
 
 

@@ -7,35 +7,35 @@ import time
 from batchopt._engine.evaluating import Evaluating
 
 
-class Attempt:
-    """Keeps the history and the step of an engine, and puts both back if the body raises, with the buffers of a step
+class Undo:
+    """Keeps the past and the step of an engine, and puts both back if the body raises, with the buffers of a step
     that the body has begun or evaluated. A batch has to be loaded again if the body has loaded another one."""
 
     def __init__(self, engine: Evaluating, name: str) -> None:
         """Observers are told that `name` was done."""
         self._engine, self._name, self._began = engine, name, time.perf_counter()
-        history, self._step, self._outer = engine.history, engine.step, engine.begun
-        self.history = history if history.outputs is None else history._replace(outputs=None)  # they may be large
+        past, self._step, self._outer = engine.past, engine.step, engine.begun
+        self.past = past if past.outputs is None else past._replace(outputs=None)  # they may be large
         self._is_undone = False
 
     def __enter__(self) -> None:
-        self._engine.begun = self._outer or self.history
+        self._engine.begun = self._outer or self.past
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         engine = self._engine
         try:
             if kind is not None:
-                self.undo()
+                self.back()
         finally:
             engine.begun = self._outer
             engine.observers.did(self._name, self._began)
 
-    def undo(self) -> None:
+    def back(self) -> None:
         """Put everything back; a second call does nothing."""
         if self._is_undone:
             return
         engine, before = self._engine, self._step
-        engine.history, step = self.history, engine.step
+        engine.past, step = self.past, engine.step
         had_ended = before is not None and before.ended  # then its results stay
         is_other = step is not None and (before is None or step.number != before.number or not had_ended)
         if is_other and not engine.subject.buffers.is_written:

@@ -38,10 +38,10 @@ def evaluate_by_columns(engine: Engine) -> torch.Tensor:
     found = list[dict[str, torch.Tensor]]()
 
     def map() -> Sequence[Answer]:
-        task = Task(GradientColumns(engine.ready().plan.cut), aside=True, whole=True)
+        task = Task(GradientColumns(engine.current_step().plan.cut), aside=True, whole=True)
         batch, cut = _parts(engine)
         try:
-            found.append(total(engine, task, batch, carry_out=partial(engine.work_on, cut=cut)))
+            found.append(total(engine, task, batch, run_task=partial(engine.run_task_amid, cut=cut)))
         except (NonFiniteError, WorkerError):  # evaluated in another way, it names the samples
             return engine.map()
         return ()
@@ -64,12 +64,12 @@ def evaluate_by_columns(engine: Engine) -> torch.Tensor:
 def jacobian_by_columns(engine: Engine) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return the residuals (shape `(samples, d)`) and the Jacobian (shape `(samples, d, n)`) of the loaded batch; None
     if its columns are not dealt."""
-    step = engine.ready()
+    step = engine.current_step()
     if len(step.batch.parts) > 1 or step.batch.parts[0].one_by_one or not deals(engine):
         return None
     batch, cut = _parts(engine)
     task = Task(JacobianColumns(step.plan.cut), aside=True, whole=True)
     put_together = partial(engine.put_together, samples=batch.size)
-    found = engine.carry_out(task, batch, Kind.COLLECT, put_together, cut)
+    found = engine.run_task(task, batch, Kind.COLLECT, put_together, cut)
     samples = step.batch.size
     return found["residuals"][0].reshape(samples, -1), found["rows"].T.contiguous().view(samples, -1, batch.size)

@@ -41,7 +41,7 @@ def hessian_products(engine: Engine, v: Any) -> torch.Tensor:
     check_exact(engine, "hvp()")
     size = len(engine.parameters)
     read_columns(read_floating("v", v, f", shape ({size},) or ({size}, k)"), size)
-    batch, x = engine.ready().batch, engine.subject.x
+    batch, x = engine.current_step().batch, engine.subject.x
     directions = v.detach().to("cpu", x.dtype).reshape(size, -1).T.contiguous()
     finite = directions.isfinite().all(dim=1)
     count = int(finite.sum())
@@ -100,7 +100,7 @@ def _input_gradients(spec: BatchSpec, part: Part) -> InputGradients:
 def evaluate_many(engine: Engine, points: Any, gradients: bool) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Return f of the loaded batch at each of the `points` (shape `(K, n)`): shape `(K,)`, float64, infinity where it
     is not finite; with `gradients` also df/dX at each, shape `(K, n)`, X's dtype."""
-    step, x = engine.ready(), engine.subject.x
+    step, x = engine.current_step(), engine.subject.x
     read_bool("gradients", gradients)
     at = _read_points(points, x)
     if not len(at):
@@ -176,7 +176,7 @@ def full_gradient(
             engine.begin(prepared)
             total.add(evaluate().item(), subject.gradient, part.weighting)
 
-    with engine.apart("full_gradient()", counted=True):
+    with engine.examining("full_gradient()", counted=True):
         for batch in prepared(engine, whole(data, convert)):
             add(batch.take(engine))
         found = total.whole()

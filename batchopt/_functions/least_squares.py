@@ -105,7 +105,7 @@ def gauss_newton_product(engine: Engine, v: Any) -> torch.Tensor:
     columns = arguments.read_columns(arguments.read_floating("v", v), size)
     directions = columns.detach().to(engine.subject.x.dtype).reshape(size, -1).T.contiguous()
     task = Task(GaussNewtonProducts(directions), term=None)
-    found = total(engine, task, engine.ready().batch, "Gauss-Newton product")
+    found = total(engine, task, engine.current_step().batch, "Gauss-Newton product")
     product: torch.Tensor = found.T.to(engine.subject.x.dtype).reshape(columns.shape)
     return product
 
@@ -113,7 +113,7 @@ def gauss_newton_product(engine: Engine, v: Any) -> torch.Tensor:
 def acceleration(engine: Engine, v: torch.Tensor) -> torch.Tensor:
     """Return JᵀW times the second derivative of the residuals along a vector, shape `(n,)`; X's dtype."""
     task = Task(Accelerations(_vector(engine, v)), term=None)
-    found: torch.Tensor = total(engine, task, engine.ready().batch, "second derivative of the residuals")
+    found: torch.Tensor = total(engine, task, engine.current_step().batch, "second derivative of the residuals")
     return found.to(engine.subject.x.dtype)
 
 
@@ -126,7 +126,7 @@ def normal(engine: Engine, limit: int) -> Normal:
             f"the matrix of {size:,} parameters would have {8 * size**2 / 1e9:,.1f} GB, and some in each worker: use "
             f"gauss_newton(v), its product with a vector, or give `limit`, which is {limit:,}"
         )
-    step, known = engine.ready(), jacobian_by_columns(engine)
+    step, known = engine.current_step(), jacobian_by_columns(engine)
     task = Task(NormalSums(stripes(size), known), term=None)
     found = total(engine, task, step.batch, "matrix of the normal equations")
     if found["each"]:
@@ -173,7 +173,7 @@ def jacobian(engine: Engine) -> Any:
 def square_roots(engine: Engine, found: Mapping[str | None, Any]) -> dict[str | None, Roots]:
     """Return for each term's residuals, as returned by `residuals`, numbers of which f is half the sum of squares, and
     their derivatives with respect to the residuals."""
-    settings, step, roots = engine.settings, engine.ready(), {}
+    settings, step, roots = engine.settings, engine.current_step(), {}
     for (name, residuals), part, loss_fn, weight in zip(
         found.items(), step.batch.parts, settings.loss_fns, step.weights, strict=True
     ):
@@ -229,7 +229,7 @@ def _specs(engine: Engine, names: Sequence[str | None] | None = None) -> BatchSp
 
 def _check(engine: Engine, among: Sequence[str | None] | None = None) -> None:
     """Raise `BatchoptError` after `close`, `ValueError` if one of these terms (None: of all) is no sum of squares."""
-    engine.check_open()
+    engine.resync()
     settings = engine.settings
     names = [None] if settings.terms is None else [*settings.terms]
     for name, loss_fn in zip(names, settings.loss_fns, strict=True):

@@ -87,7 +87,7 @@ class FlatObjective:
     @exclusive
     def hvp(self, x: Any, v: Any) -> Doubles:
         """Return the Hessian at `x` times `v`: a new array; NaN if `v` is not finite, as some solvers try."""
-        self._engine.ready()
+        self._engine.current_step()
         vector, direction = self._read("x", x, finite=False), self._read("v", v, finite=False)
         if not bool(vector.isfinite().all()):
             return np.full(len(vector), np.nan)
@@ -100,7 +100,7 @@ class FlatObjective:
 
     @exclusive
     def _residuals_at(self, x: Any, evaluate: Callable[[], torch.Tensor]) -> torch.Tensor:
-        self._engine.ready()
+        self._engine.current_step()
         return self._there(self._read("x", x), evaluate)
 
     @exclusive
@@ -117,7 +117,7 @@ class FlatObjective:
         )
 
     def _at(self, x: Any) -> _Point:
-        batch, vector = self._engine.ready().batch, self._read("x", x, finite=False)
+        batch, vector = self._engine.current_step().batch, self._read("x", x, finite=False)
         last = self._last
         if not bool(vector.isfinite().all()):
             return _Point(weakref.ref(batch), (), vector, np.nan, np.full(len(vector), np.nan))

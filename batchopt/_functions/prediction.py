@@ -38,7 +38,7 @@ def predict(engine: Engine, data: Any, transform: Transform | None) -> Any:
     """Return the outputs for all of `data`, in order: one batch of inputs, or those of a loader; None: the loaded
     batch, by term where there are terms."""
     arguments.check_callable("transform", transform)
-    engine.check_open()
+    engine.resync()
     if data is None:
         selections = select(engine, None, None, engine.specs)
         return of_each(selections, lambda s: collect(engine, s.task(Predicted(transform), False), s.batch))
@@ -52,7 +52,7 @@ def predict(engine: Engine, data: Any, transform: Transform | None) -> Any:
 def iter_predict(engine: Engine, batches: Iterable[Any], transform: Transform | None) -> Iterator[tuple[Any, Any]]:
     """Iterate over the outputs for each of `batches`, with the batch, while the next one is read."""
     arguments.check_callable("transform", transform)
-    engine.check_open()
+    engine.resync()
     if _is_batch(batches):
         raise TypeError(
             f"`batches` must be a loader, or anything else that yields batches; got {type(batches).__name__}: "
@@ -131,7 +131,7 @@ def measured(measures: Mapping[str, Measure], found: Sequence[Scored]) -> Any:
 def scored(engine: Engine, data: Any, transform: Transform | None) -> Iterator[Scored]:
     """Iterate over the outputs and targets of `data`: one batch, or each batch of a loader, reading ahead."""
     arguments.check_callable("transform", transform)
-    engine.check_open()
+    engine.resync()
     if isinstance(data, Dataset) and not isinstance(data, Iterator):
         batch = _read(engine, data, None)
         found = _outputs(engine, batch, Predicted(transform, targets=True))

@@ -58,7 +58,7 @@ def select(engine: Engine, inputs: Any, targets: Any, specs: BatchSpecs) -> list
         return [Selection(Batch((part,)), numbers.index(part.name)) for part in parts]
     if targets is not None:
         raise ValueError("`targets` were given without `inputs`: pass both, or neither for the loaded batch")
-    batch = engine.ready().batch
+    batch = engine.current_step().batch
     return [Selection(of_term(batch, number), number, aside=False) for number in range(len(batch.parts))]
 
 
@@ -95,13 +95,13 @@ def plain(specs: BatchSpecs) -> BatchSpecs:
 
 def collect(engine: Engine, task: Task, batch: Batch, cut: Cut | None = None) -> Any:
     """Return the results in sample order, of a batch that is cut as given or else as for evaluations."""
-    return engine.carry_out(task, batch, Kind.COLLECT, partial(engine.put_together, samples=batch.size), cut)
+    return engine.run_task(task, batch, Kind.COLLECT, partial(engine.put_together, samples=batch.size), cut)
 
 
 def total(
-    engine: Engine, task: Task, batch: Batch, what: str = "total", carry_out: Callable[..., Any] | None = None
+    engine: Engine, task: Task, batch: Batch, what: str = "total", run_task: Callable[..., Any] | None = None
 ) -> Any:
-    """Return the sum of the results, along the tree of chunks; `what` describes it. `carry_out`: None is the engine's.
+    """Return the sum of the results, along the tree of chunks; `what` describes it. `run_task`: None is the engine's.
     Raises `NonFiniteError`, unless f may be infinite too."""
 
     def whole(answers: Sequence[Answer], cut: Cut) -> Any:
@@ -114,7 +114,7 @@ def total(
         views = layout.views(sums)
         return form.filled([summed(column, view) for column, view in zip(form.columns, views, strict=True)])
 
-    return (carry_out or engine.carry_out)(task, batch, Kind.TOTAL, whole)
+    return (run_task or engine.run_task)(task, batch, Kind.TOTAL, whole)
 
 
 def apply(
@@ -129,7 +129,7 @@ def apply(
 ) -> Any:
     """`collect` or `total` the results of the user's functions by term name; without terms, the one result. `data` is
     inputs and targets, or None twice for the loaded batch."""
-    engine.check_open()
+    engine.resync()
     arguments.read("train", train)
     names = [*engine.specs]
     found = read_functions(functions, names, arguments.read_bool("grad", grad), layers, engine.subject.module)

@@ -23,7 +23,7 @@ R = TypeVar("R")
 
 
 # The public methods that run these methods.
-_NAMES = {"prepare_ahead": "load", "begin": "load", "work_on": "collect"}
+_NAMES = {"prepare_ahead": "load", "begin": "load", "run_task_amid": "collect"}
 
 
 class Owner:

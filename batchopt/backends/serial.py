@@ -200,9 +200,9 @@ class SerialBackend(Backend):
             # in it
             if torch.is_inference_mode_enabled():
                 with torch.inference_mode(False):
-                    found = self._carry_out(order, rows)
+                    found = self._run_order(order, rows)
             else:
-                found = self._carry_out(order, rows)
+                found = self._run_order(order, rows)
         except Exception as error:
             let_through(error)
             raise error_of(evaluator, order, 0, error) from error
@@ -210,7 +210,7 @@ class SerialBackend(Backend):
             self._audits.end(order, self._mode.threads)
         return self._answers(cut, order, found, last_one, into if is_written else None)
 
-    def _carry_out(self, order: Order, rows: Rows | None) -> list[ChunkDone]:
+    def _run_order(self, order: Order, rows: Rows | None) -> list[ChunkDone]:
         """Carry out an order without changing the caller's random states and threads."""
         if self._mode.threads is not None or self._draws_others or order.kind is not Kind.EVALUATE:
             with draws_kept(), torch_threads(self._mode.threads):

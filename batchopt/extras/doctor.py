@@ -296,10 +296,10 @@ def examine(opt: Evaluations, inputs: Any, targets: Any, options: Any) -> Diagno
     batch = inputs, targets, options
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with extending.apart(opt, "check()"):
+        with extending.examining(opt, "check()"):
             opt.load(*batch)
             size = extending.chunk_size(opt) or math.ceil(extending.batch_size(opt) / max(CHUNKS, len(opt.workers)))
-        with extending.apart(opt, "check()", chunk_size=size):
+        with extending.examining(opt, "check()", chunk_size=size):
             opt.load(*batch)
             return _examine(opt, Examination(opt, batch, size))
 

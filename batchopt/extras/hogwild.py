@@ -62,7 +62,7 @@ def hogwild(
     HogwildResult(losses of 30 mini-batches)
     """
     engine = opt._engine
-    engine.check_open()
+    engine.resync()
     if not engine.settings.backend_class.local or (engine.settings.devices or engine.settings.candidates):
         raise ValueError("hogwild() needs workers that share memory: backend='process' without `devices`")
     arguments.check_callable("optimizer", optimizer)
@@ -88,7 +88,7 @@ def hogwild(
                 f"in hogwild(), in the mini-batch of samples {[*batch[:8].tolist()]}; parameters are where the steps "
                 "before have left them"
             )
-            steps, what = engine.history.counters, "the loss or its gradient is not finite"
+            steps, what = engine.past.counters, "the loss or its gradient is not finite"
             raise NonFiniteError(what, None, range(0), steps.steps, steps.evaluations, where=where)
     found: list[list[float]] = [[] for _ in range(workers)]
     for loss, rank in zip(losses[firsts].tolist(), ranks[firsts].tolist(), strict=True):

@@ -407,7 +407,9 @@ class Contract(TaskContract):
         opt = make(module, case.criterion, optimizer=None, chunk_size=chunk_size)
         opt.load(case.inputs, case.targets)
         first = opt.evaluate()
-        assert opt._engine.ready().movable == (chunk_size is not None)  # else other chunks would draw other numbers
+        assert opt._engine.current_step().movable == (
+            chunk_size is not None
+        )  # else other chunks would draw other numbers
         assert torch.equal(opt.evaluate(), first) and torch.equal(opt.evaluate(), first)
         opt.load(case.inputs, case.targets)
         assert not torch.equal(opt.evaluate(), first)
