@@ -50,24 +50,12 @@ class BatchOptimizer(Studies):
 
     In this documentation f is the loss of the batch, X the vector of all trainable parameters, and df/dX the gradient.
 
-    Args:
+    What f is:
         module: its trainable parameters become views of one vector, `parameters`. Tensors that viewed their memory
             before (`p.data`, `p.detach()`) are not updated. A parameter that is assigned other memory later
             (`p.data = ...`) is copied into the vector at the next call; `BatchoptError` if it has another shape, dtype
             or device, is another Parameter (`load_state_dict(assign=True)`), or a tensor still views its former memory.
         criterion: `criterion(output, targets) -> scalar`; without it and without `loss_fn` the module returns the loss.
-        optimizer: `"lbfgs"`, the default, `"cg"`, `"ssbroyden"` or `"lm"` for those of batchopt; the name of another
-            class of `torch.optim`, in any case; a class, with its defaults; a factory `f(params)`, an instance over the
-            module's parameters, or None to only evaluate.
-        parallelize: number of workers; 1, the default, is this process itself, except on Ray. `"auto"`: this process or
-            workers on all usable cores, whichever is faster by the time of its evaluations; with hooks, `precode` or
-            `speeds`, and from the first `run_on_workers` on, one worker per usable core, or one on each of `devices`,
-            since workers may then have state. On Ray as many as there is room for, checked at each step.
-        backend: where workers run. `"process"`, the default: worker processes on this machine. `"ranks"`: in all
-            processes of a script started by torchrun, srun or mpirun, each of which has `parallelize` workers and makes
-            the same calls. `"ray"`: the machines of a Ray cluster (`pip install batchopt[ray]`): the one that this
-            process is connected to, else the one that `RAY_ADDRESS` names or this machine belongs to, else a new one on
-            this machine.
         loss_fn: `loss_fn(module, inputs, targets) -> scalar`, instead of a criterion.
         residual: `residual(module, inputs, targets)`, shape `(samples, ...)`, instead of a criterion: the loss is the
             mean of the squares of these numbers (with the reduction `"sum"` their sum), and least-squares methods can
@@ -80,25 +68,28 @@ class BatchOptimizer(Studies):
         denominators: for a mean that does not divide by the number of samples: `denominators(inputs, targets)`, called
             once per batch, returns what each sample adds to the denominator (shape `(samples,)`). Default: 1 each; for
             cross entropy and negative log likelihood the class weights of the targets that are not ignored.
-        chunk_size: samples in one forward/backward. A number fixes the chunks by the data alone, and so the bits of the
-            result for any number of workers. "auto": a worker's share, a quarter or a sixteenth of it, whichever is
-            the fastest by some evaluations of each. Default: a worker's full share; a 32nd of the batch under
-            `torch.use_deterministic_algorithms(True)`.
         collate_fn: for batches that are lists of samples: makes one forward's `(inputs, targets)` from a list of
             `(input, target)` pairs, or its inputs from a list of inputs if there are no targets. Default: one forward
             per sample. For a Dataset, whose items are `(input, target)` or an input alone, it gets the list of items;
             default: torch's `default_collate`.
         cache: for a batch that is a Dataset: True, the default, keeps what a worker has read and collated of it until
             the next one is loaded; False reads it in each evaluation, for data that does not fit into memory.
-        precode: `precode(worker)`, run once in each worker before the module arrives there. Workers import modules from
-            their files: repeat here what your program has changed in them (settings of a library, a patched method).
-        prehook, posthook: `hook(worker, sample)`, before and after each forward/backward, in the worker. The results of
-            posthook are in `hook_results`, in sample order. Both may be replaced at any time between evaluations.
-        speeds: fixed relative speeds, one per worker (of all ranks). Default: measured on the first batch, and kept
-            current.
-        threads_per_worker: intra-op threads of each worker. Default: its part of the usable cores, at least 1; in this
-            process torch's setting. With `chunk_size` it is 1 in this process too, since the number of threads changes
-            the bits.
+        seed: of all random draws in the workers, which depend on it, the step and the chunk alone.
+        check_cut: warn if the loss depends on how the batch is cut, as for tokens without padding and without
+            `denominators`. The first time that a batch is cut, one worker evaluates 8 samples of each term, from
+            everywhere in the batch, in a single forward and in two parts; losses of `torch.nn` are not checked.
+            Default: True.
+
+    Where it is evaluated:
+        parallelize: number of workers; 1, the default, is this process itself, except on Ray. `"auto"`: this process or
+            workers on all usable cores, whichever is faster by the time of its evaluations; with hooks, `precode` or
+            `speeds`, and from the first `run_on_workers` on, one worker per usable core, or one on each of `devices`,
+            since workers may then have state. On Ray as many as there is room for, checked at each step.
+        backend: where workers run. `"process"`, the default: worker processes on this machine. `"ranks"`: in all
+            processes of a script started by torchrun, srun or mpirun, each of which has `parallelize` workers and makes
+            the same calls. `"ray"`: the machines of a Ray cluster (`pip install batchopt[ray]`): the one that this
+            process is connected to, else the one that `RAY_ADDRESS` names or this machine belongs to, else a new one on
+            this machine.
         devices: the device of each worker, such as `["cuda:0", "cuda:1", "cpu"]`; this determines `parallelize`. With
             `parallelize="auto"` they are those that may be used, where that is faster than the cores; `chunk_size` and
             `compile=True` are refused then, as times decide about the bits. The module, the batch and X stay in this
@@ -107,20 +98,47 @@ class BatchOptimizer(Studies):
             measured speed, and their results agree to rounding only. A module that is on a device is evaluated there,
             by this process; its own device as the only one means the same. Default: all workers on the cores of this
             machine.
-        timeout: seconds that a worker may make no progress (complete no chunk, or stay in one function of
-            `run_on_workers`) before it is replaced. Default: 20 times the expected time of a chunk by its measured
-            speed, but at least 30 s, and 600 s before anything was measured; functions may take any time. The startup
-            of a worker (precode) may take 60 s or `timeout`, whichever is longer; 600 s without a timeout.
-        max_restarts: total number of workers that may be replaced before `AllWorkersLostError`. Default: 4 for each
-            worker.
-        seed: of all random draws in the workers, which depend on it, the step and the chunk alone.
+        threads_per_worker: intra-op threads of each worker. Default: its part of the usable cores, at least 1; in this
+            process torch's setting. With `chunk_size` it is 1 in this process too, since the number of threads changes
+            the bits.
+        speeds: fixed relative speeds, one per worker (of all ranks). Default: measured on the first batch, and kept
+            current.
+        ray_options: the resources of one worker on Ray: `num_cpus` (default 1, and as many threads), `num_gpus`
+            (default 0; with 1 a worker computes on its own GPU), `memory`, `resources`; and other options of a Ray
+            actor, such as `runtime_env`, for the actor that holds a machine's workers.
+        compress: on several machines, with first-order optimizers: the format of gradients sent between machines.
+            `"fp16"`, `"bf16"`, or `{"type": "2bit", "threshold": 0.5}`: an element is 0 or plus or minus the threshold,
+            and the remainder is added to the next gradient. Default: gradients are sent uncompressed.
+        precode: `precode(worker)`, run once in each worker before the module arrives there. Workers import modules from
+            their files: repeat here what your program has changed in them (settings of a library, a patched method).
+        prehook, posthook: `hook(worker, sample)`, before and after each forward/backward, in the worker. The results of
+            posthook are in `hook_results`, in sample order. Both may be replaced at any time between evaluations.
+
+    How:
+        optimizer: `"lbfgs"`, the default, `"cg"`, `"ssbroyden"` or `"lm"` for those of batchopt; the name of another
+            class of `torch.optim`, in any case; a class, with its defaults; a factory `f(params)`, an instance over the
+            module's parameters, or None to only evaluate.
+        chunk_size: samples in one forward/backward. A number fixes the chunks by the data alone, and so the bits of the
+            result for any number of workers. "auto": a worker's share, a quarter or a sixteenth of it, whichever is
+            the fastest by some evaluations of each. Default: a worker's full share; a 32nd of the batch under
+            `torch.use_deterministic_algorithms(True)`.
+        compile: None, the default: on a CUDA device an evaluation that repeats is recorded as a graph, which the device
+            then does again without Python (what cannot be recorded is evaluated eagerly, and `workers` say why); on
+            cores it is eager. False: eager everywhere. True or "auto": on cores a C++ program is made of f and its
+            gradient, in a process of its own; up to twice as fast where derivatives of derivatives are taken. "auto":
+            evaluations go on until it is there, and the faster way is kept; True: the first one waits for it, and what
+            cannot be compiled is a `CompileError`. Needs a C++ compiler. Both are compared with eager evaluations now
+            and then: graphs have the same bits, and compiled ones differ by rounding.
+        history: `True`: `history` keeps a row for each accepted point of an optimizer of batchopt, or each step of
+            another one; a number: each k-th. Default: none.
+        verbose: 0 silent, 1 a progress bar, 2 a log record for every evaluation, 3 the workers' shares too.
+
+    When something happens:
         on_nonfinite: `"raise"`, the default: a loss or gradient that is not finite raises `NonFiniteError`. `"return"`:
             the loss is infinity, for a line search that can backtrack. Classes of exceptions, such as
             `torch.linalg.LinAlgError`, alone or in a tuple with one of these words: an evaluation in which the module
             or a loss raises one has a loss that is not finite. The optimizers of batchopt then try a shorter step, also
             with `"raise"`.
-        history: `True`: `history` keeps a row for each accepted point of an optimizer of batchopt, or each step of
-            another one; a number: each k-th. Default: none.
         on_interrupt: after Ctrl-C in a step of an optimizer of batchopt: `"keep"`, the default, ends it at the best
             point that it found, with its curvature, counters and buffers, and raises `KeyboardInterrupt`;
             `"undo"` puts everything back, as after any other exception.
@@ -129,24 +147,12 @@ class BatchOptimizer(Studies):
             `stopped` has the name. From here to `close`, in the main thread; a handler that was there before is called,
             too, and put back. Workers ignore the signals that this process handles. Of ranks one is enough for all.
             Default: none.
-        compile: None, the default: on a CUDA device an evaluation that repeats is recorded as a graph, which the device
-            then does again without Python (what cannot be recorded is evaluated eagerly, and `workers` say why); on
-            cores it is eager. False: eager everywhere. True or "auto": on cores a C++ program is made of f and its
-            gradient, in a process of its own; up to twice as fast where derivatives of derivatives are taken. "auto":
-            evaluations go on until it is there, and the faster way is kept; True: the first one waits for it, and what
-            cannot be compiled is a `CompileError`. Needs a C++ compiler. Both are compared with eager evaluations now
-            and then: graphs have the same bits, and compiled ones differ by rounding.
-        check_cut: warn if the loss depends on how the batch is cut, as for tokens without padding and without
-            `denominators`. The first time that a batch is cut, one worker evaluates 8 samples of each term, from
-            everywhere in the batch, in a single forward and in two parts; losses of `torch.nn` are not checked.
-            Default: True.
-        verbose: 0 silent, 1 a progress bar, 2 a log record for every evaluation, 3 the workers' shares too.
-        ray_options: the resources of one worker on Ray: `num_cpus` (default 1, and as many threads), `num_gpus`
-            (default 0; with 1 a worker computes on its own GPU), `memory`, `resources`; and other options of a Ray
-            actor, such as `runtime_env`, for the actor that holds a machine's workers.
-        compress: on several machines, with first-order optimizers: the format of gradients sent between machines.
-            `"fp16"`, `"bf16"`, or `{"type": "2bit", "threshold": 0.5}`: an element is 0 or plus or minus the threshold,
-            and the remainder is added to the next gradient. Default: gradients are sent uncompressed.
+        timeout: seconds that a worker may make no progress (complete no chunk, or stay in one function of
+            `run_on_workers`) before it is replaced. Default: 20 times the expected time of a chunk by its measured
+            speed, but at least 30 s, and 600 s before anything was measured; functions may take any time. The startup
+            of a worker (precode) may take 60 s or `timeout`, whichever is longer; 600 s without a timeout.
+        max_restarts: total number of workers that may be replaced before `AllWorkersLostError`. Default: 4 for each
+            worker.
 
     Raises `TypeError` or `ValueError`, before a process starts, for arguments that cannot work, and for a tensor that
     requires grad and is reached by the criterion or a loss function, but is none of the module's parameters (it would
@@ -166,35 +172,35 @@ class BatchOptimizer(Studies):
         module: torch.nn.Module,
         criterion: Callable[..., Any] | None = None,
         *,
-        optimizer: OptimizerChoice = "lbfgs",
-        parallelize: int | Literal["auto"] = 1,
-        backend: str = "process",
         loss_fn: LossFunction | None = None,
         residual: ResidualFunction | None = None,
         terms: Mapping[str, Term] | None = None,
         reduction: Literal["mean", "sum"] | None = None,
         denominators: Denominators | None = None,
-        chunk_size: int | Literal["auto"] | None = None,
         collate_fn: Collate | None = None,
         cache: bool = True,
+        seed: int = 0,
+        check_cut: bool = True,
+        parallelize: int | Literal["auto"] = 1,
+        backend: str = "process",
+        devices: Sequence[str | torch.device] | None = None,
+        threads_per_worker: int | None = None,
+        speeds: Sequence[float] | None = None,
+        ray_options: Mapping[str, Any] | None = None,
+        compress: str | Mapping[str, Any] | None = None,
         precode: Precode | None = None,
         prehook: Hook | None = None,
         posthook: Hook | None = None,
-        speeds: Sequence[float] | None = None,
-        threads_per_worker: int | None = None,
-        devices: Sequence[str | torch.device] | None = None,
-        timeout: float | None = None,
-        max_restarts: int | None = None,
-        seed: int = 0,
+        optimizer: OptimizerChoice = "lbfgs",
+        chunk_size: int | Literal["auto"] | None = None,
+        compile: bool | Literal["auto"] | None = None,
+        history: bool | int = False,
+        verbose: Literal[0, 1, 2, 3] = 0,
         on_nonfinite: OnNonfinite = "raise",
         on_interrupt: Literal["keep", "undo"] = "keep",
-        history: bool | int = False,
         stop_on: Sequence[str] = (),
-        verbose: Literal[0, 1, 2, 3] = 0,
-        check_cut: bool = True,
-        compile: bool | Literal["auto"] | None = None,
-        ray_options: Mapping[str, Any] | None = None,
-        compress: str | Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+        max_restarts: int | None = None,
     ) -> None:
         settings = Settings.read(locals())
         check_choice(optimizer, [parameter for _, parameter in trainable(module)])

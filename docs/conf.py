@@ -56,6 +56,9 @@ autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
 python_maximum_signature_line_length = 100
 napoleon_numpy_docstring = False
+# The groups of arguments of a BatchOptimizer.
+_GROUPS = "What f is", "Where it is evaluated", "How", "When something happens"
+napoleon_custom_sections = [(name, "params_style") for name in _GROUPS]
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 

@@ -81,15 +81,23 @@ def test_a_worker_needs_neither_the_parents_side_nor_its_progress_bar() -> None:
     assert done.returncode == 0, done.stderr
 
 
-TOLD = [name for name, value in sorted(vars(batchopt).items()) if callable(value) and "Args:" in (value.__doc__ or "")]
+GROUPS = "Args", "What f is", "Where it is evaluated", "How", "When something happens"
+
+
+def blocks(thing: object) -> list[str]:
+    """The lines under each heading of arguments in a docstring."""
+    found = re.findall(rf"^(?:{'|'.join(GROUPS)}):\n((?: .*\n)+)", inspect.getdoc(thing) or "", re.MULTILINE)
+    return [line for block in found for line in block.splitlines()]
+
+
+TOLD = [name for name, value in sorted(vars(batchopt).items()) if callable(value) and blocks(value)]
 
 
 @pytest.mark.parametrize("name", TOLD)
 def test_each_argument_that_is_told_begins_a_line_of_its_own(name: str) -> None:
     """And nothing else of a docstring is indented so: the lines of an argument lie further in."""
     thing = getattr(batchopt, name)
-    block = inspect.cleandoc(thing.__doc__).split("Args:\n")[1].split("\n\n")[0].splitlines()
-    told = [line.strip().split(":")[0] for line in block if re.match(r" {4}\S", line)]
+    told = [line.strip().split(":")[0] for line in blocks(thing) if re.match(r" {4}\S", line)]
     parameters = inspect.signature(thing).parameters
     assert {part.strip() for line in told for part in line.split(",")} == {*parameters}, told
 

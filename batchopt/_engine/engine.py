@@ -224,7 +224,7 @@ class Engine:
         reduce: Callable[[Sequence[Answer]], torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Return f at X (0-dim, float64) and set df/dX, by `map` and `reduce` or what overrides them."""
-        if self.rules.adapts:
+        if self.rules.adapts and any(self.policies):
             self.policies.before(self)
         owner, began = self._owner, time.perf_counter()
         outer = owner.doing
@@ -271,7 +271,7 @@ class Engine:
                 observer.evaluated(found)
         if self.trials is not None:
             self.trials[-1] = Found(loss, terms)
-        if self.rules.adapts:
+        if self.rules.adapts and any(self.policies):
             self.policies.took(self, time.perf_counter() - began)
 
     @undisturbed
