@@ -492,7 +492,7 @@ def test_ctrl_c_in_the_last_calls_of_a_step_waits_until_it_is_made_or_undone(
         end = type(opt._engine).end_step
 
         def interrupted(self: Any) -> None:
-            if self.history.counters.evaluations:
+            if self.past.counters.evaluations:
                 send(signal.SIGINT)()
             end(self)
 
