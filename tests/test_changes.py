@@ -50,6 +50,8 @@ def test_a_hook_that_a_parameter_is_given_later_is_refused(parallelize: int) -> 
         for call in calls.values():
             with pytest.raises(ValueError, match=r"parameter 'first\.weight' has a hook"):
                 call()
+        opt.parameters.mul_(1.0)  # what evaluates nothing is possible
+        opt.state_dict()
         handle.remove()
         for call in calls.values():
             call()

@@ -176,3 +176,23 @@ def test_what_depends_on_the_cut_is_told() -> None:
             and found.whole != pytest.approx(found.parted)
             and extending.cut_differences(fine, len(case.inputs)) == []
         )
+
+
+def test_observers_that_are_equal_leave_by_themselves() -> None:
+    class Equal(batchopt.Observer):
+        count = 0
+
+        def evaluated(self, found: batchopt.Evaluated) -> None:
+            self.count += 1
+
+        def __eq__(self, other: object) -> bool:
+            return True
+
+        __hash__ = None  # type: ignore[assignment]
+
+    with optimizer() as opt, extending.observe(opt, Equal()) as outer:
+        opt.load(mlp().inputs, mlp().targets)
+        with extending.observe(opt, Equal()) as inner:
+            opt.evaluate()
+        opt.evaluate()
+        assert (outer.count, inner.count) == (2, 1)

@@ -290,3 +290,20 @@ def test_x_that_is_moved_itself_is_an_error() -> None:
         opt.parameters.share_memory_()  # type: ignore[no-untyped-call]
         with pytest.raises(BatchoptError, match=r"`parameters` was given other memory"):
             opt.evaluate()
+
+
+def test_a_step_in_which_x_is_moved_itself_leaves_its_values_as_they_were() -> None:
+    class Moves(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            closure()
+            super().step()
+            opt.parameters.share_memory_()  # type: ignore[no-untyped-call]
+            return closure()
+
+    module = net()
+    with build(module, optimizer=lambda params: Moves(params, lr=1.0)) as opt:
+        before = opt.parameters.clone()
+        with pytest.raises(BatchoptError, match=r"`parameters` was given other memory"):
+            opt.step(X, Y)
+        assert opt.batch_counter == opt.eval_counter == 0
+        assert torch.equal(torch.cat([p.detach().flatten() for p in module.parameters()]), before)

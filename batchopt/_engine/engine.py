@@ -54,6 +54,7 @@ from batchopt._mapreduce.plan import Plan, choose_chunk_size, make_plan, plan_of
 from batchopt._mapreduce.reduce import Answers, reduce_answers, weighed
 from batchopt._mapreduce.speeds import Speeds
 from batchopt._program.flat_module import FlatModule, Gradient
+from batchopt._program.flatten import check_hooks
 from batchopt._program.frequencies import refuse_frequencies
 from batchopt.backends.base import Prepared
 from batchopt.backends.nodes.compression import DoesNotFit
@@ -121,10 +122,12 @@ class Engine:
         return self.synced().x
 
     def current_step(self) -> Step:
-        """Return the step on the loaded batch, with X up to date."""
+        """Return the step on the loaded batch, with X up to date. Raises `ValueError` for a parameter with a hook, too,
+        which would only run in this process."""
         if self.workers.closed:
             raise closed()
-        self.subject.resync()
+        if self.subject.resync():
+            check_hooks(self.subject.named)
         return self.step or self.loaded()
 
     def loaded(self) -> Step:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from batchopt._program.flatten import check_hooks, check_trained, flatten, registrations, replaced
+from batchopt._program.flatten import check_hooks, check_trained, flatten, moved, registrations, replaced
 from batchopt_workers.evaluate.state import ModuleState
 from batchopt_workers.wire.layout import Layout
 
@@ -77,11 +77,11 @@ class FlatModule:
             self._gradients = [free or Gradient(self.flat.vector, self.flat.layout), *lent]
         return self._gradients[0]
 
-    def resync(self) -> None:
-        """Copy into X the values of parameters that were given other memory.
+    def resync(self) -> bool:
+        """Copy into X the values of parameters that were given other memory; tell whether one has a hook, for which
+        `check_hooks` raises.
 
-        Raise `BatchoptError` if that is impossible, and for a parameter that is another object than before;
-        `ValueError` for one with a hook, which would only run in this process.
+        Raise `BatchoptError` if that is impossible, and for a parameter that is another object than before.
         """
         hooked = False
         for owner, key, name, parameter in self._registrations:
@@ -90,15 +90,17 @@ class FlatModule:
                 raise replaced(name)
             if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
                 hooked = True
-        if hooked:
-            check_hooks(self.named)
+        if self.flat.vector.data_ptr() != self.flat.base:
+            raise moved()
         if rebound := self.flat.rebound(self.parameters):
             self.flat.take_over(self.module, self.parameters, rebound)
+        return hooked
 
     def check(self) -> None:
         """Raise `BatchoptError` unless X is what the module trains, `ValueError` for a parameter with a hook, which
         would only run in this process."""
-        self.resync()
+        if self.resync():
+            check_hooks(self.named)
         check_trained(self.module, self.parameters)
 
     def written(self) -> None:

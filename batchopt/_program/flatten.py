@@ -54,6 +54,14 @@ def replaced(name: str) -> BatchoptError:
     )
 
 
+def moved() -> BatchoptError:
+    """Return the error for X that was given other memory itself."""
+    return BatchoptError(
+        "`parameters` was given other memory (share_memory_, set_, or sent to another process): it is memory that "
+        "workers read; send a clone of it, and build a new BatchOptimizer"
+    )
+
+
 def check_trained(module: torch.nn.Module, parameters: list[torch.nn.Parameter]) -> None:
     """Raise `BatchoptError` if `module` trains others than these `parameters`."""
     ours = set(map(id, parameters))
@@ -74,10 +82,10 @@ class Flat:
         self.layout = layout
         self.vector = vector
         self.block = block
-        self._base = vector.data_ptr()
+        self.base = vector.data_ptr()  # where it has to stay
         step = vector.element_size()
         self._forms = [
-            (self._base + slot.offset * step if slot.numel else 0, slot.shape, slot.dtype(layout.dtype))
+            (self.base + slot.offset * step if slot.numel else 0, slot.shape, slot.dtype(layout.dtype))
             for slot in layout.slots
         ]
         # the storages given to parameters, each of one parameter alone; weak, to detect other references
@@ -98,8 +106,9 @@ class Flat:
             self.block.make_private()
 
     def bind(self, parameters: list[torch.nn.Parameter]) -> None:
-        """Make those of `parameters` that are not views of X such views again, whatever they hold."""
-        if rebound := self.rebound(parameters):
+        """Make those of `parameters` that are not views of X such views again, whatever they hold, wherever X is."""
+        is_moved = self.vector.data_ptr() != self.base
+        if rebound := [*range(len(parameters))] if is_moved else self.rebound(parameters):
             self._bind(parameters, rebound, self.layout.views(self.vector))
 
     def _bind(self, parameters: list[torch.nn.Parameter], which: list[int], views: list[torch.Tensor]) -> None:
@@ -109,13 +118,7 @@ class Flat:
                 self._given[i] = StorageWeakRef(views[i].untyped_storage())  # type: ignore[no-untyped-call]
 
     def rebound(self, parameters: list[torch.nn.Parameter]) -> list[int]:
-        """Return the indices of those that are no longer the views of X; in less than a microsecond each. Raise
-        `BatchoptError` if X itself was given other memory."""
-        if self.vector.data_ptr() != self._base:
-            raise BatchoptError(
-                "`parameters` was given other memory (share_memory_, set_, or sent to another process): it is memory "
-                "that workers read; send a clone of it, and build a new BatchOptimizer"
-            )
+        """Return the indices of those that are no longer the views of X; in less than a microsecond each."""
         found = []
         for i, (p, (address, shape, dtype)) in enumerate(zip(parameters, self._forms, strict=True)):
             if (
@@ -130,7 +133,7 @@ class Flat:
 
     def holds(self, parameters: list[torch.nn.Parameter]) -> bool:
         """Tell whether each of `parameters` still is its view of X."""
-        return self.vector.data_ptr() == self._base and not self.rebound(parameters)
+        return self.vector.data_ptr() == self.base and not self.rebound(parameters)
 
     def take_over(self, module: torch.nn.Module, parameters: list[torch.nn.Parameter], rebound: list[int]) -> None:
         """Copy into X the values of those parameters that were given other memory (p.data = ...), and make them views

@@ -1,4 +1,4 @@
-"""The program that every worker evaluates."""
+"""The program that every worker evaluates, and the arguments of the hooks in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Functions of a module whose results have no graph, such as simulators, and their gradients by finite differences."""
+"""Functions of a module whose results have no graph, such as simulators, and their gradients by finite differences.
+
+A `Rule` says where the functions are called, and the rest how: with which parameters, state and draws.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Recording what a card does, to have it done again without the Python that asked for it."""
+"""Recording what a card does, to have it done again without the Python that asked for it.
+
+A recording that fails may leave the driver in disorder, and one that succeeds may have taken a number from Python that
+is another one the next time. So before, an eager evaluation is a `Rehearsal`, in which every operation is looked at.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@ takes changes back.
 
 References are compared in C (`is_` over the items of dicts and lists), since a step compares all of them; pickling
 again would take a thousand times as long. Elements of tensors are never looked at here: whoever shares or restores them
-knows about them.
+knows about them, and finds the tensors of a module by `tensors_of`.
 """
 
 from __future__ import annotations

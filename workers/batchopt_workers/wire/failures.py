@@ -1,4 +1,7 @@
-"""Exceptions and warnings of the user's code as plain data, which any process can read: no user object is unpickled."""
+"""Exceptions and warnings of the user's code as plain data, which any process can read: no user object is unpickled.
+
+Exceptions out of signal handlers are none of that code's: `let_through` tells them apart.
+"""
 
 from __future__ import annotations
 
