@@ -105,11 +105,13 @@ def act(action: str, caller: FrameType) -> None:
     elif action == "delay":
         time.sleep(0.4)
     elif action == "close the pipe":
-        caller.f_locals["mailbox"]._connection.close()
+        caller.f_locals["mailbox"]._end.close()
     elif action == "garbage":
-        os.write(caller.f_locals["mailbox"]._connection.fileno(), bytes(range(256)))
-    elif action in ("half a frame", "twice", "a wrong number"):
-        say(action, caller.f_locals["self"]._connection, caller.f_locals["frame"])
+        caller.f_locals["mailbox"]._end.send(bytes(range(256)))
+    elif action == "twice":
+        caller.f_locals["self"]._end.send(caller.f_locals["reply"].data)
+    elif action == "a wrong number":
+        caller.f_locals["self"]._end.send((10**6).to_bytes(8, "big") + caller.f_locals["reply"].data[8:])
     elif action in LIES:
         from batchopt_workers.wire import page
 
@@ -126,18 +128,6 @@ LIES = {
     "a row that is not there": lambda page: page.PARTIALS + 2,
     "a place that is not there": lambda page: page.PARTIALS + 1,
 }
-
-
-def say(action: str, connection: Any, frame: bytes) -> None:
-    """Say something else than the frame that is about to be sent, or before it."""
-    if action == "half a frame":
-        data = len(frame).to_bytes(4, "big") + frame
-        os.write(connection.fileno(), data[: len(data) // 2])
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif action == "twice":
-        connection.send_bytes(frame)
-    elif action == "a wrong number":
-        connection.send_bytes((10**6).to_bytes(8, "big") + frame[8:])
 
 
 def install(folder: Path) -> None:

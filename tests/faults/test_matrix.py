@@ -85,7 +85,6 @@ def deaths_in(task: str, parallelize: int) -> dict[str, Fault]:
         "before the forward": kill("worker.forward", **last),
         "in a merge": kill("worker.merge", **last),
         "before the form": kill("worker.send", **first),
-        "in the form": Fault("worker.send", "half a frame", **first),
         "after the form": kill("worker.sent", **first),
         "in the report": kill("worker.reporting", **last),
         "after the report": kill("worker.reported", **last),

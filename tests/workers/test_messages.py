@@ -1,23 +1,25 @@
 from __future__ import annotations
 
 import os
-import struct
+import resource
+import socket
 import threading
+from collections.abc import Iterator
 from contextlib import suppress
-from multiprocessing import Pipe
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from batchopt.backends.process.channel import Channel, ProtocolError, WorkerReply
+from batchopt.backends.process.channel import Channel, ProtocolError
 from batchopt_workers.evaluate.sums import PartialSum, Report, Rows, rows_nbytes
 from batchopt_workers.evaluate.tree import Node
 from batchopt_workers.wire.failures import Failure
 from batchopt_workers.wire.layout import Layout, Slot
-from batchopt_workers.wire.memory import SharedBlock
-from batchopt_workers.wire.orders import HEAD, Kind, Message, Order, Start
+from batchopt_workers.wire.memory import GrowingFile, SharedBlock
+from batchopt_workers.wire.orders import Kind, Message, Order, Start
+from batchopt_workers.wire.packets import HEAD, Received, packet
 from batchopt_workers.wire.page import DONE, PAGE, Board
 
 U64 = st.integers(0, 2**64 - 1)
@@ -57,35 +59,86 @@ def test_any_bytes_and_damaged_ones_are_a_failure_or_a_value_error(frame: bytes)
         assert isinstance(Failure.decode(frame), Failure)
 
 
-# ---- what comes through the pipe: nothing is unpickled, nothing hangs, nothing is given memory for what is announced
-
-BAD_FRAMES = [
-    struct.pack("!i", -1) + bytes(20),
-    struct.pack("!i", 3) + bytes(20),
-    struct.pack("!i", 9) + HEAD.pack(0, 99),
-    struct.pack("!i", 9) + HEAD.pack(1, Message.RESULT),
-    struct.pack("!i", 9) + HEAD.pack(2**60, Message.REFUSED),
-]
+# ---- what comes through the pipe: nothing is unpickled, nothing is given memory for what is announced
 
 
-@given(st.sampled_from(BAD_FRAMES) | st.binary(max_size=64), st.integers(0, 64))
-@settings(deadline=None, max_examples=200)
-def test_any_bytes_are_messages_or_an_error(data: bytes, cut: int) -> None:
-    ours, theirs = Pipe(duplex=True)
-    found: list[WorkerReply] = []
-    channel, refused = Channel(ours), False
+@pytest.fixture
+def pipe() -> Iterator[tuple[Channel, socket.socket]]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    channel = Channel(ours)
     with theirs:
-        try:
-            for part in (data[:cut], data[cut:]):
-                if part:
-                    os.write(theirs.fileno(), part)
-                    channel.receive()
-                    found += channel.replies()
-        except ProtocolError:
-            refused = True
+        yield channel, theirs
     channel.close()
-    assert sum(4 + HEAD.size + len(reply.body) for reply in found) <= len(data)
-    assert refused or data not in BAD_FRAMES
+
+
+def arrived(channel: Channel) -> list[Received]:
+    channel.receive()
+    return [*channel.packets()]
+
+
+@given(st.binary(min_size=1, max_size=64))
+@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_bytes_are_a_packet_or_an_error(pipe: tuple[Channel, socket.socket], data: bytes) -> None:
+    channel, theirs = pipe
+    theirs.send(data)
+    try:
+        (found,) = arrived(channel)
+        assert HEAD.pack(found.number, found.kind, False) + found.body == data[:9] + b"\0" + data[10:]
+        assert found.kind in set(Message) and not data[9]
+    except ProtocolError:
+        channel._incoming.clear()  # such a worker is replaced
+        assert len(data) < HEAD.size or data[8] not in set(Message) or data[9]
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 2**14, 2**14 + 1, 3_000_000])
+def test_packets_of_any_length_arrive_with_their_descriptors(pipe: tuple[Channel, socket.socket], nbytes: int) -> None:
+    (channel, theirs), body, file = pipe, os.urandom(nbytes), GrowingFile()
+    before = len(os.listdir("/proc/self/fd"))
+    file.write(memoryview(b"also"), 0)
+    for files in ((), (file,)):
+        sent = packet(7, Message.RESULT, body, *files)
+        theirs.sendmsg((sent.data,), sent.rights)
+        (found,) = arrived(channel)
+        assert (found.number, found.kind, found.body) == (7, Message.RESULT, body)
+        assert len(found.others) == len(files)
+        for descriptor in found.others:
+            assert os.pread(descriptor, 9, 0) == b"also"
+            os.close(descriptor)
+    del sent
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_packet_whose_handling_was_interrupted_is_handled_again(pipe: tuple[Channel, socket.socket]) -> None:
+    channel, theirs = pipe
+    sent = packet(7, Message.RESULT, bytes(100_000))
+    for _ in range(2):
+        theirs.sendmsg((sent.data,), sent.rights)
+    channel.receive()
+    packets = channel.packets()
+    first = next(packets)
+    packets.close()
+    assert channel.unread
+    assert [first, first] == [found._replace(file=first.file) for found in channel.packets()] and not channel.unread
+
+
+def test_without_a_free_descriptor_a_large_packet_is_an_error(pipe: tuple[Channel, socket.socket]) -> None:
+    channel, theirs = pipe
+    sent = packet(7, Message.RESULT, bytes(100_000))
+    theirs.sendmsg((sent.data,), sent.rights)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))), hard))
+    try:
+        fill = []
+        with suppress(OSError):
+            while True:
+                fill.append(os.dup(0))
+        channel.receive()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in fill:
+            os.close(descriptor)
+    with pytest.raises(ProtocolError, match="may open no more files"):
+        next(channel.packets())
 
 
 # ---- the page of a worker: what each side writes, the other one reads, whenever it looks

@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from itertools import count
 from multiprocessing import util
-from multiprocessing.connection import Connection
 
 import torch.multiprocessing as mp
 
@@ -327,12 +326,12 @@ def is_ready() -> bool:
     return not _kept or not _kept[-1].lives or _kept[-1].serves
 
 
-def fork_worker(connection: Connection, stderr: int, rank: int, world_size: int, threads: int) -> ForkedProcess:
-    """Fork a worker that serves `connection`. Raises `OSError` if no process or descriptor is available."""
+def fork_worker(pipe: socket.socket, stderr: int, rank: int, world_size: int, threads: int) -> ForkedProcess:
+    """Fork a worker that serves `pipe`. Raises `OSError` if no process or descriptor is available."""
     for attempt in (1, 2):
         origin = _fork_server(threads)
         try:
-            return _fork(origin, connection, stderr, rank, world_size, threads)
+            return _fork(origin, pipe, stderr, rank, world_size, threads)
         except ForkServerError:
             if attempt == 2 or origin.lives:
                 raise
@@ -345,7 +344,7 @@ def _handled() -> int:
 
 
 def _fork(
-    origin: ForkServer, connection: Connection, stderr: int, rank: int, world_size: int, threads: int
+    origin: ForkServer, pipe: socket.socket, stderr: int, rank: int, world_size: int, threads: int
 ) -> ForkedProcess:
     with ExitStack() as ours, ExitStack() as theirs:
         alive, its_life = os.pipe()
@@ -356,7 +355,7 @@ def _fork(
         theirs.callback(os.close, our_life)
         stdout = standard_output()
         theirs.callback(os.close, stdout)
-        descriptors = Descriptors(connection.fileno(), our_life, its_life, stdout, stderr)
+        descriptors = Descriptors(pipe.fileno(), our_life, its_life, stdout, stderr)
         pid = origin.call(Command.FORK, rank, world_size, threads, _handled(), descriptors=descriptors)
         if pid < 0:
             raise OSError(-pid, os.strerror(-pid))

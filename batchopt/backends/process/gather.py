@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from batchopt._mapreduce.answers import Answer, Span, partials_of
 from batchopt.backends.base import Run
-from batchopt.backends.process.channel import ProtocolError, WorkerReply
+from batchopt.backends.process.channel import ProtocolError
 from batchopt.backends.process.paces import Stragglers
 from batchopt.backends.process.pool import IGNORE, Pool
 from batchopt.backends.process.roster import SILENT
@@ -27,6 +27,7 @@ from batchopt_workers.functions.forms import Form, sums_layout
 from batchopt_workers.life import faults
 from batchopt_workers.wire.failures import Failure, let_through, message_of
 from batchopt_workers.wire.orders import CHUNK, TASKS, Cut, Kind, Message, Order
+from batchopt_workers.wire.packets import Received
 
 
 class _Raised(NamedTuple):
@@ -139,7 +140,7 @@ class ProcessGather(Listener):
         # a worker says nothing of a form that it has sent before, unless it was called since
         return self.work.setdefault(worker, _Work(form=worker.given.form if self.is_task else b""))
 
-    def on_message(self, worker: WorkerProcess, message: WorkerReply) -> None:
+    def on_message(self, worker: WorkerProcess, message: Received) -> None:
         """Handle a message. Raises `ProtocolError` for one that cannot be right."""
         if not self._is_ours(worker):
             return
@@ -256,7 +257,7 @@ class _Calls(Listener):
         self.waiting: set[WorkerProcess] = set()
         self.results: dict[int, bytes] = {}
 
-    def on_reply(self, worker: WorkerProcess, asked: PendingCall, reply: WorkerReply) -> None:
+    def on_reply(self, worker: WorkerProcess, asked: PendingCall, reply: Received) -> None:
         """Handle a result or a failure of this call; others belong to an earlier one."""
         if worker not in self.waiting or asked.activity is not Activity.FUNCTION or worker.state not in SILENT:
             return

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from multiprocessing import util
 from typing import NoReturn
 
 from batchopt.backends.base import WorkerInfo
 from batchopt.backends.patience import OTHERS
-from batchopt.backends.process.channel import ProtocolError, WorkerReply
+from batchopt.backends.process.channel import ProtocolError
 from batchopt.backends.process.events import Events
 from batchopt.backends.process.roster import AT_WORK, ORDERABLE, SILENT, BusyWorker, Roster, State, check
 from batchopt.backends.process.wanted import NOTHING, Activity, SessionCall, Told, Wanted, having, lacking
@@ -28,6 +29,7 @@ from batchopt.backends.process.worker import Listener, PendingCall, WorkerProces
 from batchopt.errors import AllWorkersLostError, BatchoptError, WorkerStartError
 from batchopt_workers.wire.failures import Failure
 from batchopt_workers.wire.orders import CHUNK, NONES, Message, versions
+from batchopt_workers.wire.packets import Received
 from batchopt_workers.wire.page import DONE, REPORTS, fence
 
 # Seconds in which a worker has to end by itself once the parent has closed its pipe.
@@ -194,13 +196,11 @@ class Pool:
             self._amiss = self.roster.is_amiss(self.workers)
         for worker, gone in self.events.wait(max(0.0, min(until, self._check_at) - time.monotonic())):
             try:
-                worker.channel.flush()
+                worker.flush()
                 worker.channel.receive()
             except (EOFError, OSError):
                 gone = True
             if gone:
-                # What it had reported before it died counts: its rows are in memory that this process shares.
-                worker.channel.drain()
                 worker.process.join(HANGING_UP)  # a process that ends closes its pipe a moment before
                 if not worker.process.ended:
                     worker.kill("closed its pipe")
@@ -222,7 +222,8 @@ class Pool:
         if reports == seen.reports and done == seen.done:
             return
         worker.since = time.monotonic()
-        worker.channel.drain()  # what it has said of its order before
+        with suppress(EOFError, OSError):
+            worker.channel.receive()  # what it has said of its order before
         self.receive(worker, listener)
         try:
             if reports != seen.reports:
@@ -237,7 +238,7 @@ class Pool:
     def receive(self, worker: WorkerProcess, listener: Listener) -> None:
         """Handle all replies and messages of the worker."""
         try:
-            for reply in worker.channel.replies():
+            for reply in worker.replies():
                 worker.since = time.monotonic()
                 if reply.kind in _OF_ORDERS:
                     self._take_message(worker, reply, listener)
@@ -262,7 +263,7 @@ class Pool:
             self.stamp += 1
             self.roster.joined(worker.rank)
 
-    def _take_message(self, worker: WorkerProcess, message: WorkerReply, listener: Listener) -> None:
+    def _take_message(self, worker: WorkerProcess, message: Received, listener: Listener) -> None:
         if message.kind is Message.SILENT:
             if len(message.body) != NONES.size:
                 raise ProtocolError(f"a message of {len(message.body)} bytes about results of None")
@@ -278,7 +279,7 @@ class Pool:
         worker.kill(f"sent an invalid message ({error})")
         self._reap(worker, listener)
 
-    def _shook_hands(self, worker: WorkerProcess, reply: WorkerReply) -> None:
+    def _shook_hands(self, worker: WorkerProcess, reply: Received) -> None:
         theirs = reply.body.decode("utf-8", "replace")
         # Pickles, bits and messages are equal only between equal versions.
         if theirs != versions():
@@ -289,7 +290,7 @@ class Pool:
             self.roster.refused(worker.rank, error)
             worker.kill("has other versions")
 
-    def _refused(self, worker: WorkerProcess, asked: PendingCall, reply: WorkerReply) -> None:
+    def _refused(self, worker: WorkerProcess, asked: PendingCall, reply: Received) -> None:
         """Handle a failure to take over a field. A worker that has joined before can still be used; a new one
         cannot."""
         if getattr(self.want, asked.field) is not asked.told:  # it is to have another one by now

@@ -13,6 +13,7 @@ from batchopt._mapreduce.reduce import Answers, Pattern
 from batchopt.backends.base import Meanwhile, Run
 from batchopt.backends.process.pool import Pool
 from batchopt.backends.process.scheduler import WORTHWHILE
+from batchopt.backends.process.worker import RING
 from batchopt_workers.evaluate.sums import Array
 from batchopt_workers.life import faults
 from batchopt_workers.wire.orders import TASKS, Cut, Kind, Order, Start
@@ -78,9 +79,9 @@ class Repeat:
             given.form, worker.since = worker.seen.form, time.monotonic()
             ints[NUMBER] = number
             try:
-                worker.channel.send_ring()
+                worker.channel.wake(RING.data)
             except OSError:  # no room; or it is gone, which the pool will find out
-                worker.channel.ring()
+                worker.rings = True
         if faults.hook is not None:
             faults.point("parent.rung")
         if meanwhile is not None:

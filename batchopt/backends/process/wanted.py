@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from enum import Enum
 from typing import Any, NamedTuple
 
-from batchopt.backends.process.channel import HasDescriptor
+from batchopt_workers.wire.packets import HasDescriptor
 
 
 class Activity(Enum):
@@ -34,7 +34,7 @@ class Activity(Enum):
 
 
 class SessionCall(NamedTuple):
-    """A pickled call of a method of the worker's `Session`, and the block or file whose descriptor is sent with it."""
+    """A pickled call of a method of the worker's `Session`, and the block or file whose descriptor travels with it."""
 
     activity: Activity
     body: bytes

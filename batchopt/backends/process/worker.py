@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import signal
+import socket
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, Concatenate, NamedTuple, ParamSpec
 
 import torch
-import torch.multiprocessing as mp
 
-from batchopt.backends.process.channel import Channel, HasDescriptor, WorkerReply
+from batchopt.backends.process.channel import Channel, ProtocolError
 from batchopt.backends.process.forkserver import fork_worker
 from batchopt.backends.process.roster import REAPING, SILENT, STATES, State
 from batchopt.backends.process.scheduler import Death
@@ -27,10 +28,13 @@ from batchopt_workers.life.session import Session
 from batchopt_workers.wire.failures import Failure, Warned
 from batchopt_workers.wire.layout import Layout
 from batchopt_workers.wire.memory import SharedBlock
-from batchopt_workers.wire.orders import Order, Start
+from batchopt_workers.wire.orders import ANSWERS, Message, Order, Start
+from batchopt_workers.wire.packets import HasDescriptor, Packet, Received, packet
 from batchopt_workers.wire.packing import dumps
 from batchopt_workers.wire.page import DONE, NUMBER, Board
 
+# The packet that says that there is an order on the page.
+RING = packet(0, Message.RING, b"")
 # Signals from outside; SIGKILL also comes from the kernel if memory is short.
 _SENT = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _PATIENCE = " (if it was at work, give it more time: timeout=...)"
@@ -51,23 +55,25 @@ def call(
 def call_with_block(
     activity: Activity, method: Callable[[Session, str, int], None], name: str, block: SharedBlock
 ) -> SessionCall:
-    """Return a call whose last argument is the descriptor of `block`, which follows the message."""
+    """Return a call whose last argument is the descriptor of `block`, which travels with it."""
     return SessionCall(activity, dumps((method.__name__, (name,))), block)
 
 
 def call_with_file(
     activity: Activity, method: Callable[..., None], file: HasDescriptor, *arguments: Any
 ) -> SessionCall:
-    """Return a call whose last argument, after these, is the descriptor of `file`, which follows the message."""
+    """Return a call whose last argument, after these, is the descriptor of `file`, which travels with it."""
     return SessionCall(activity, dumps((method.__name__, arguments)), file)
 
 
 class PendingCall(NamedTuple):
-    """A call without an answer so far. `field`: what it is part of, of all that a worker must have, and `told`, what
-    that is."""
+    """A call without an answer so far; once it has left, `sent` has the number of its bytes. `field`: what it is part
+    of, of all that a worker must have, and `told`, what that is."""
 
     number: int
     activity: Activity
+    packet: Packet
+    sent: list[int]
     field: str = ""
     told: Told | None = None
 
@@ -119,10 +125,10 @@ class Memory:
 class WorkerProcess:
     """A worker process.
 
-    Calls and rings are sent at the next `flush`. It is killed, with all that it started, when this object is collected.
-    `rank` is the parent's name for it, `number` its rank among all `world_size` workers: a different one if some are on
-    other machines. It has a page of `board`, and wakes this process up through `waker`. `warned`: the warnings that
-    workers have issued.
+    What it was asked and has not answered is in `todo`; calls and rings leave at the next `flush` that finds room. It
+    is killed, with all that it started, when this object is collected. `rank` is the parent's name for it, `number` its
+    rank among all `world_size` workers: a different one if some are on other machines. It has a page of `board`, and
+    wakes this process up through `waker`. `warned`: the warnings that workers have issued.
     """
 
     def __init__(
@@ -135,7 +141,7 @@ class WorkerProcess:
         waker: HasDescriptor,
         warned: set[Warned],
     ) -> None:
-        ours, theirs = mp.get_context("spawn").Pipe(duplex=True)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.rank = rank
         self.channel = Channel(ours)
         self.stderr = Stderr(warned)
@@ -144,7 +150,11 @@ class WorkerProcess:
         self.have = Wanted()  # once it has answered
         self.since = time.monotonic()  # of the last sign of progress
         self.killed: Killed | None = None
-        self._asked: deque[PendingCall] = deque([PendingCall(0, Activity.STARTING)])
+        # Its greeting is the answer to call 0.
+        self.todo: deque[PendingCall] = deque([PendingCall(0, Activity.STARTING, RING, [0])])
+        self.answered = -1  # the last call that was
+        self.rings = False  # whether a ring is to leave, after the calls
+        self._numbers = count(1)  # of calls
         try:
             with theirs:
                 self.process = fork_worker(theirs, self.stderr.writer, number, world_size, threads)
@@ -169,8 +179,8 @@ class WorkerProcess:
     def state(self) -> State:
         """Its state, as the facts show it."""
         self.forget_answered()
-        called = any(asked.activity is Activity.FUNCTION for asked in self._asked)
-        waits = "function" if called else None if self.channel.idle else "field"
+        called = any(asked.activity is Activity.FUNCTION for asked in self.todo)
+        waits = "function" if called else "field" if self.todo else None
         return STATES[self.seen.joined, waits, self.evaluates]
 
     @property
@@ -182,42 +192,61 @@ class WorkerProcess:
     def activity(self) -> Activity | None:
         """The part of its work that it is at; None if it has nothing to do."""
         self.forget_answered()
-        if self._asked and not (self.evaluates and self._asked[0].number > self.given.after):
-            return self._asked[0].activity
+        if self.todo and not (self.evaluates and self.todo[0].number > self.given.after):
+            return self.todo[0].activity
         return Activity.EVALUATING if self.evaluates else None
 
     def forget_answered(self) -> None:
         """Drop answered calls: further replies about them are ignored."""
-        while self._asked and self._asked[0].number <= self.channel.answered:
-            self._asked.popleft()
+        while self.todo and self.todo[0].number <= self.answered:
+            self.todo.popleft()
 
     def ask(self, message: SessionCall, field: str = "", told: Told | None = None) -> None:
         """Queue a call."""
         if self.state in SILENT:
             self.since = time.monotonic()
-        asked = PendingCall(self.channel.number(), message.activity, field, told)
-        self._asked.append(asked)
-        self.channel.queue(asked.number, message.body, message.block)
+        number, files = next(self._numbers), () if message.block is None else (message.block,)
+        body = packet(number, Message.CALL, message.body, *files)
+        self.todo.append(PendingCall(number, message.activity, body, [], field, told))
 
     def order(self, number: int, order: Order, start: Start, patience: float = 1.0) -> None:
         """Give it an order, and queue a ring."""
         if self.state in SILENT:
             self.since = time.monotonic()
-        self.given = GivenOrder(number, order, start, self.channel.sent, patience, order.evaluation, self.seen.form)
-        self.page.write(number, order, start, self.given.after)
-        self.channel.ring()
+        after = self.todo[-1].number if self.todo else self.answered
+        self.given = GivenOrder(number, order, start, after, patience, order.evaluation, self.seen.form)
+        self.page.write(number, order, start, after)
+        self.rings = True
 
     def flush(self) -> None:
-        """Send what is queued, as far as the pipe takes it; if the worker is gone, that is noticed elsewhere."""
+        """Send what has not left, as far as there is room; if the worker is gone, that is noticed elsewhere."""
         with suppress(OSError):
-            self.channel.flush()
+            for asked in [*self.todo]:
+                if not asked.sent and not self.channel.send(asked.packet, asked.sent):
+                    return
+            if self.rings and self.channel.send(RING, []):
+                self.rings = False  # after an interrupt before this it is rung for twice, which changes nothing
+
+    @property
+    def has_unsent(self) -> bool:
+        """Tell whether something waits for room in the pipe."""
+        return self.rings or bool(self.todo and not self.todo[-1].sent)
+
+    def replies(self) -> Iterator[Received]:
+        """Yield what it has said, oldest first. Raises `ProtocolError` for what cannot be right."""
+        for reply in self.channel.packets():
+            if reply.kind in ANSWERS:
+                if reply.number > self.answered and self.find(reply.number) is None:
+                    raise ProtocolError(f"an answer to call {reply.number}, which is none")
+                self.answered = max(self.answered, reply.number)
+            yield reply
 
     def call_off(self) -> None:
         """Have it stop after the current chunk, or begin none: an interrupt may have come before it was rung for, or
         before the page said so."""
         self.page.limit(0)
         self.page.ints[NUMBER] = self.given.number
-        self.channel.ring()
+        self.rings = True
         self.flush()
 
     def move(self, board: Board, waker: HasDescriptor) -> None:
@@ -229,7 +258,7 @@ class WorkerProcess:
 
     def find(self, number: int) -> PendingCall | None:
         """Return the call of that number, if it was not answered before."""
-        return next((asked for asked in self._asked if asked.number == number), None)
+        return next((asked for asked in self.todo if asked.number == number), None)
 
     # ---- its memory
 
@@ -274,7 +303,8 @@ class WorkerProcess:
 
     def reap(self) -> None:
         """Read its last replies, kill its remaining processes, and reap it."""
-        self.channel.drain()
+        with suppress(EOFError, OSError):
+            self.channel.receive()
         self.process.kill_group()
         self.process.join(REAPING)
         with suppress(Warning):  # the user may have turned warnings into errors
@@ -317,10 +347,10 @@ class Listener:
     A method may raise `ProtocolError`: then that worker cannot be trusted, and is replaced.
     """
 
-    def on_reply(self, worker: WorkerProcess, asked: PendingCall, reply: WorkerReply) -> None:
+    def on_reply(self, worker: WorkerProcess, asked: PendingCall, reply: Received) -> None:
         """Handle a reply to a call that is part of nothing that workers must have."""
 
-    def on_message(self, worker: WorkerProcess, message: WorkerReply) -> None:
+    def on_message(self, worker: WorkerProcess, message: Received) -> None:
         """Handle a message about the worker's order."""
 
     def on_report(self, worker: WorkerProcess) -> None:

@@ -228,7 +228,7 @@ def _become_worker(request: CommandMessage, descriptors: Descriptors, parent: in
     numpy.random.seed()  # a separate seed for each worker, as in Python's `random`
     process = SpawnProcess(  # processes that the user starts in it are spawned, since it has threads
         target=loop.main,
-        args=(Connection(descriptors.connection), *request[2:]),
+        args=(socket.socket(fileno=descriptors.connection), *request[2:]),
         name=f"batchopt-worker-{request.subject}",
         daemon=False,
     )

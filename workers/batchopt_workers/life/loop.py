@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from typing import Any
 
 import cloudpickle
@@ -25,13 +24,12 @@ from batchopt_workers.evaluate.work import ChunkDone
 from batchopt_workers.functions.forms import Form
 from batchopt_workers.life import faults
 from batchopt_workers.life.parent import end, end_with, tie
-from batchopt_workers.life.session import WITH_DESCRIPTOR, Session
+from batchopt_workers.life.session import Session
 from batchopt_workers.wire.failures import describe, tell_parent
 from batchopt_workers.wire.memory import octets
-from batchopt_workers.wire.orders import CHUNK, HEAD, NONES, TASKS, Message, versions
+from batchopt_workers.wire.orders import CHUNK, NONES, TASKS, Message, versions
+from batchopt_workers.wire.packets import RECEIVING, Received, packet, read
 
-# Largest message in bytes: its length is sent as a signed 4-byte number.
-LARGEST = 2**31 - 1
 # Seconds of the longest order after which a worker stays awake for the next one, if there are enough cores: waking up
 # takes a tenth of a millisecond.
 _SHORT = 0.01
@@ -41,66 +39,55 @@ _NOTHING: bytes = cloudpickle.dumps(None)
 class _Mailbox:
     """The worker's end of the pipe."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
         self._poll = select.poll()
-        self._poll.register(connection.fileno(), select.POLLIN)
+        self._poll.register(end.fileno(), select.POLLIN)
 
-    def take(self, awake: float) -> bytes:
-        """Return the next message; stay awake for `awake` seconds. Raise `EOFError` or `OSError` once the parent has
+    def take(self, awake: float) -> Received:
+        """Return the next packet; stay awake for `awake` seconds. Raise `EOFError` or `OSError` once the parent has
         hung up."""
         if awake:
             until = time.perf_counter() + awake
             while not self._poll.poll(0) and time.perf_counter() < until:
                 os.sched_yield()
-        return self._connection.recv_bytes()
-
-    def take_descriptor(self) -> int:
-        """Return the descriptor that follows a message."""
-        with socket.socket(fileno=os.dup(self._connection.fileno())) as end:
-            _, fds, _, _ = socket.recv_fds(end, 1, 1)
-        if not fds:
-            raise EOFError
-        return fds[0]
+        taken = read(self._end.recvmsg(*RECEIVING))
+        if taken.file >= 0:
+            os.close(taken.file)
+        return taken
 
     def send(self, number: int, kind: Message, body: bytes, chunk: int = -1) -> None:
-        """Send a message about call or order `number`. Raise `ValueError` if it is too large."""
-        if len(body) + HEAD.size > LARGEST:
-            raise ValueError(
-                f"the pickled result has {len(body) / 1e9:.1f} GB; the limit is {LARGEST / 1e9:.1f} GB: return less "
-                "at a time, or write it to a file and return its path"
-            )
-        frame = HEAD.pack(number, kind) + body
+        """Send a packet about call or order `number`. Raise `MemoryError` or `OSError` if it is large, and there is no
+        room for it."""
+        reply = packet(number, kind, body)
         faults.point("worker.send", chunk)
-        self._connection.send_bytes(frame)
+        self._end.sendmsg((reply.data,), reply.rights)
         faults.point("worker.sent", chunk)
 
 
-def serve(connection: Connection, session: Session) -> None:
-    """Process messages until the parent hangs up; exceptions of the user's code are reported, and do not end it."""
-    mailbox, told, awake, made = _Mailbox(connection), Told(), 0.0, 0
+def serve(end: socket.socket, session: Session) -> None:
+    """Process packets until the parent hangs up; exceptions of the user's code are reported, and do not end it."""
+    mailbox, told, awake, made = _Mailbox(end), Told(), 0.0, 0
     while True:
         try:
-            message = mailbox.take(awake)
-            number, kind = HEAD.unpack_from(message)
-            if kind == Message.RING:
+            taken = mailbox.take(awake)
+            if taken.kind == Message.RING:
                 seconds = _carry_out(mailbox, session, told, made)
                 awake = session.awake if seconds < _SHORT else 0.0
                 continue
-            awake, made = 0.0, number
+            awake, made = 0.0, taken.number
             try:
-                mailbox.send(number, Message.RESULT, _call(mailbox, session, message[HEAD.size :]))
+                mailbox.send(made, Message.RESULT, _call(session, taken))
             except BaseException as error:  # of the pipe too: then sending this one fails as well
-                mailbox.send(number, Message.REFUSED, describe(error, range(0)).encode())
+                mailbox.send(made, Message.REFUSED, describe(error, range(0)).encode())
         except (EOFError, OSError):
             return
 
 
-def _call(mailbox: _Mailbox, session: Session, body: bytes) -> bytes:
-    name, arguments = pickle.loads(body)
+def _call(session: Session, taken: Received) -> bytes:
+    name, arguments = pickle.loads(taken.body)
     method = getattr(Session, name)
-    if method in WITH_DESCRIPTOR:
-        arguments = (*arguments, mailbox.take_descriptor())
+    arguments = (*arguments, *taken.others)
     faults.point(f"worker.{name}")
     result = method(session, *arguments)
     if result is None:
@@ -168,12 +155,12 @@ def _carry_out(mailbox: _Mailbox, session: Session, told: Told, made: int) -> fl
     return 0.0 if report is None else report.seconds
 
 
-def main(connection: Connection, rank: int, world_size: int, threads: int, ignored: int) -> None:
+def main(pipe: socket.socket, rank: int, world_size: int, threads: int, ignored: int) -> None:
     """Run a worker process, from its first message to the parent's last; it ignores the signals with these bits."""
     for number in (signal.SIGINT, *(number for number in signal.Signals if ignored >> (number - 1) & 1)):
         signal.signal(number, signal.SIG_IGN)  # handled by the parent only
     faulthandler.enable(all_threads=False)  # the other threads are internal, and of no interest
-    os.set_inheritable(connection.fileno(), False)
+    pipe.set_inheritable(False)
     parent = multiprocessing.parent_process()
     assert parent is not None and parent.pid is not None
     os.set_inheritable(parent.sentinel, False)
@@ -186,9 +173,9 @@ def main(connection: Connection, rank: int, world_size: int, threads: int, ignor
     faults.end_copies()
     tell_parent()
     faults.point("worker.greet")
-    connection.send_bytes(HEAD.pack(0, Message.READY) + versions().encode())
+    pipe.send(packet(0, Message.READY, versions().encode()).data)
     faults.point("worker.greeted")
-    serve(connection, Session(rank, world_size))
+    serve(pipe, Session(rank, world_size))
     atexit._run_exitfuncs()  # the user's code may have registered some
     sys.stdout.flush()
     sys.stderr.flush()

@@ -285,13 +285,3 @@ class Session:
             if self._copies.present is not None:
                 self._copies.begin_anew(self.vectors)
             raise
-
-
-# Calls that are followed by a descriptor through the pipe: it is their last argument.
-WITH_DESCRIPTOR = (
-    Session.attach,
-    Session.attach_copy,
-    Session.take_file,
-    Session.sum_in,
-    Session.take_page,
-)

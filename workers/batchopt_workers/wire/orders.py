@@ -1,12 +1,12 @@
 """The messages of the pipe between parent and worker, and the records of what the page says (`page`).
 
 Parent to worker: `CALL` carries a pickled method of the worker's `Session` and its arguments (the parent trusts itself;
-a descriptor may follow); `RING` says that there is an order on the page. Worker to parent: `READY` with its `versions`,
-which have to be those of the parent; `RESULT` or `REFUSED`, one for each `CALL`. About an order, by its number:
-`HOOKED` with what the posthook returned for a chunk, or `SILENT` with how often it returned None, unless that is as the
-parent knows it; `FORM` with the result of a task for a chunk without its tensors, if that differs from the form before
-in the evaluation; and `FAILED` with an exception. These are sent before the page says that there is anything to read,
-or that the order is done.
+a descriptor that travels with it is the last one); `RING` says that there is an order on the page. Worker to parent:
+`READY` with its `versions`, which have to be those of the parent; `RESULT` or `REFUSED`, one for each `CALL`. About an
+order, by its number: `HOOKED` with what the posthook returned for a chunk, or `SILENT` with how often it returned None,
+unless that is as the parent knows it; `FORM` with the result of a task for a chunk without its tensors, if that differs
+from the form before in the evaluation; and `FAILED` with an exception. These are sent before the page says that there
+is anything to read, or that the order is done.
 
 Exceptions are UTF-8 text, of which nothing is unpickled; `RESULT`, `HOOKED` and `FORM` carry what functions of the user
 returned there, pickled.
@@ -26,9 +26,6 @@ from typing import NamedTuple
 
 import cloudpickle
 import torch
-
-# Every message begins with its number (a reply with that of the call or the order that it is about) and its kind.
-HEAD = struct.Struct("!QB")
 
 
 class Message(IntEnum):
