@@ -11,6 +11,7 @@ import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import psutil
@@ -181,21 +182,24 @@ multiprocessing.set_start_method("spawn")
         assert multiprocessing.active_children()
 
 
-def test_an_evaluation_sends_a_worker_tens_of_bytes(nobody_late: None) -> None:
-    """Counted by the kernel, on the worker's side."""
+def test_an_evaluation_wakes_each_worker_once(nobody_late: None) -> None:
+    case, calls = mlp(samples=1000), list[str]()
 
-    def read(pid: int) -> int:
-        return int(Path(f"/proc/{pid}/io").read_text().split("rchar: ")[1].split()[0])
+    def count(_frame: FrameType, event: str, called: Any) -> None:
+        if event == "c_call" and called.__name__ in ("send", "sendmsg", "recvmsg", "eventfd_read"):
+            calls.append(called.__name__)
 
-    case = mlp(samples=1000)
     with BatchOptimizer(case.module, case.criterion, parallelize=2, optimizer=None, speeds=[1, 1]) as opt:
         opt.load(case.inputs, case.targets)
-        opt.evaluate()
-        before = [read(worker.pid) for worker in opt.workers]
-        for _ in range(10):
+        for _ in range(3):
             opt.evaluate()
-        for worker, count in zip(opt.workers, before, strict=True):
-            assert 0 < read(worker.pid) - count <= 10 * 40
+        sys.setprofile(count)
+        try:
+            opt.evaluate()
+        finally:
+            sys.setprofile(None)
+        assert calls[:2] == ["send", "send"]  # and woken up by the last worker; by both if they end at the same time
+        assert calls[2:] == ["eventfd_read"] * (len(calls) - 2) and len(calls) <= 4
 
 
 def test_two_optimizers_do_not_notice_each_other() -> None:
