@@ -279,8 +279,8 @@ def of_minibatch(parallelize: int) -> int:
 def test_frames_of_evaluations_and_minibatches_that_repeat() -> None:
     alone, two, four, chunks = of_evaluation(1), of_evaluation(2), of_evaluation(4), of_evaluation(1, 16)
     assert alone <= 51
-    assert two <= 40
+    assert two <= 39
     assert (four - two) / 2 <= 1
     assert (chunks - alone) / 3 <= 24
     assert of_minibatch(1) <= 149
-    assert of_minibatch(2) <= 151
+    assert of_minibatch(2) <= 150

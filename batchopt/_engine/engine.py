@@ -293,7 +293,8 @@ class Engine:
             self.subject.buffers.begin_step()  # what the user has written counts from here on
         while True:
             try:
-                answers = workers.evaluate(step, self.observers.busy, into, self.rules.compresses)
+                busy = self.observers.busy if self.observers else None
+                answers = workers.evaluate(step, busy, into, self.rules.compresses)
                 break
             except DoesNotFit as error:
                 counters, where = self.past.counters, step.batch.numbering.within(error.samples)

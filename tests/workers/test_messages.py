@@ -4,6 +4,7 @@ import os
 import resource
 import socket
 import threading
+from array import array
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -20,7 +21,7 @@ from batchopt_workers.wire.layout import Layout, Slot
 from batchopt_workers.wire.memory import GrowingFile, SharedBlock
 from batchopt_workers.wire.orders import Kind, Message, Order, Start
 from batchopt_workers.wire.packets import HEAD, Received, packet
-from batchopt_workers.wire.page import DONE, PAGE, Board
+from batchopt_workers.wire.page import DONE, EVALUATION, NUMBER, PAGE, Board
 
 U64 = st.integers(0, 2**64 - 1)
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)  # what UTF-8 can say
@@ -184,7 +185,9 @@ def test_an_order_is_read_until_it_is_done(number: int, order: Order, start: Sta
     board = Board.create(3)
     ours, theirs, number = board.page(1), Board(board.block, 3).page(1), number + 1
     assert theirs.order() is None and board.is_done
-    ours.write(number, order, start)
+    evaluation, step, first, last, kind = order
+    ours.ints[EVALUATION:NUMBER] = memoryview(array("q", (evaluation, step, kind, first, last, *start, 0)))
+    ours.ints[NUMBER] = number
     assert theirs.order() == (number, order, start) and not board.is_done
     assert board.page(0).order() is None and board.page(2).order() is None
     theirs.finish(number, None)

@@ -16,7 +16,7 @@ from batchopt.backends.process.channel import ProtocolError
 from batchopt.backends.process.paces import Stragglers
 from batchopt.backends.process.pool import IGNORE, Pool
 from batchopt.backends.process.roster import SILENT
-from batchopt.backends.process.scheduler import Assign, ChunkRun, WorkerScheduler
+from batchopt.backends.process.scheduler import ChunkRun, WorkerScheduler
 from batchopt.backends.process.wanted import Activity, SessionCall
 from batchopt.backends.process.worker import Listener, PendingCall, WorkerProcess, error_of
 from batchopt.errors import PoisonChunkError, WorkerError, WorkerLostError
@@ -102,17 +102,13 @@ class ProcessGather(Listener):
         self.poison: PoisonChunkError | None = None
         self.gone: list[WorkerProcess] = []
         self.work: dict[WorkerProcess, _Work] = {}  # of those that have reported anything
-        self._order, self._runs = order, runs
+        self.order, self._runs = order, runs
         self._numbering, self._pace, self._stragglers = numbering, stragglers.paces[order.kind], stragglers
 
     @property
     def is_task(self) -> bool:
         """Tell whether its orders are about a task."""
-        return self._order.kind in TASKS
-
-    def order(self, run: Assign) -> Order:
-        """Return the order for this run."""
-        return self._order._replace(first=run.first, last=run.last)
+        return self.order.kind in TASKS
 
     def abandon(self, living: Collection[WorkerProcess]) -> None:
         """End the evaluation: everything is done, and `living` workers that still evaluate are late."""
@@ -120,7 +116,7 @@ class ProcessGather(Listener):
             current = self.scheduler.current(worker.rank)
             if current is not None and worker.evaluates and self._is_ours(worker):
                 self._stragglers.abandon(worker, self.cut, *current)
-        self._stragglers.measure(self._order.kind, living)
+        self._stragglers.measure(self.order.kind, living)
 
     def held(self, worker: WorkerProcess) -> tuple[Node, ...]:
         """Return the nodes of the tree whose sums the worker holds."""
@@ -134,7 +130,7 @@ class ProcessGather(Listener):
         return None if pace is None else pace * (self.cut.bounds[chunk + 1] - self.cut.bounds[chunk])
 
     def _is_ours(self, worker: WorkerProcess) -> bool:
-        return worker.given.evaluation == self._order.evaluation
+        return worker.given.evaluation == self.order.evaluation
 
     def _work_of(self, worker: WorkerProcess) -> _Work:
         # a worker says nothing of a form that it has sent before, unless it was called since
@@ -171,7 +167,7 @@ class ProcessGather(Listener):
         if self.is_task and report.partials and not (work.forms or work.form):
             raise ProtocolError("a report of results without their form")
         work.report = report
-        span = Span(report.began, report.seconds, worker.given.order.first, report.next)
+        span = Span(report.began, report.seconds, worker.given.first, report.next)
         work.spans[worker.given.number] = span
         if hooked:
             for chunk in range(span.first, span.last):
@@ -243,7 +239,7 @@ class ProcessGather(Listener):
         """Return the rows that hold the worker's sums."""
         if not self.is_task:
             return worker.memory.rows
-        if form is None or worker.memory.totals is None or self._order.kind is Kind.COLLECT:
+        if form is None or worker.memory.totals is None or self.order.kind is Kind.COLLECT:
             return None
         count = max((partial.row for _, partial in report.partials), default=0) + 1
         return worker.memory.totals.rows(sums_layout(form.columns), count)

@@ -163,7 +163,7 @@ class WorkerGroup:
         return WorkerProcess(rank, number, world, threads, self._board, self._pool.events, warned)
 
     def _allowance(self, worker: WorkerProcess, activity: Activity) -> float:
-        subject = self._subjects[worker.given.order.kind in TASKS]
+        subject = self._subjects[worker.given.kind in TASKS]
         return allowance(worker, activity, subject.cut, self._setup.timeout, self._stragglers.paces, subject.is_read)
 
     def resize(self, workers: int, ranks: tuple[int, ...] | None = None, world: int | None = None) -> None:
@@ -302,7 +302,7 @@ class WorkerGroup:
             if self._holder.torch_settings() == self._pool.want.torch.value:
                 end_spinning()
                 begun = True
-                if repeat.ring(next(self._numbers), order, self._start, meanwhile):
+                if repeat.goes_as_before(next(self._numbers), order, self._start, meanwhile):
                     if kind is Kind.TOTAL:
                         self.results.leave_unwritten()
                     repeats.found[kind], repeats.settled_at = repeat, stamp
@@ -422,7 +422,7 @@ class WorkerGroup:
             terms, device = len(setup.program.loss_fns), setup.flat.vector.device
             worker.make_room(rows, setup.flat.layout, setup.buffers.size, terms, device)
         patience = gather.scheduler.patience(run.first)
-        worker.order(next(self._numbers), gather.order(run), self._start, patience)
+        worker.order(next(self._numbers), gather.order, run.first, run.last, self._start, patience)
 
     def _receive_other_failures(self, gather: ProcessGather) -> None:
         """Wait a little for other workers' replies, so that the same failure is raised each time."""

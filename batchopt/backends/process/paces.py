@@ -11,7 +11,7 @@ from typing import NamedTuple
 from batchopt.backends.patience import STARTUP, UNKNOWN
 from batchopt.backends.process.wanted import Activity
 from batchopt.backends.process.worker import Listener, WorkerProcess
-from batchopt_workers.wire.orders import Cut, Kind, Order
+from batchopt_workers.wire.orders import Cut, Kind
 
 
 class Pace(NamedTuple):
@@ -26,7 +26,8 @@ class _Left(NamedTuple):
     then."""
 
     number: int
-    order: Order
+    kind: Kind
+    first: int
     cut: Cut
     samples: int
     since: float
@@ -53,7 +54,9 @@ class Stragglers(Listener):
         """Note that the worker has been evaluating `chunk` of its order since then, and that the order is
         abandoned."""
         given = worker.given
-        self._left[worker] = _Left(given.number, given.order, cut, cut.bounds[chunk + 1] - cut.bounds[chunk], since)
+        self._left[worker] = _Left(
+            given.number, given.kind, given.first, cut, cut.bounds[chunk + 1] - cut.bounds[chunk], since
+        )
 
     def on_done(self, worker: WorkerProcess) -> None:
         """Take a measurement if that ends an abandoned order."""
@@ -63,7 +66,7 @@ class Stragglers(Listener):
         del self._left[worker]
         with suppress(ValueError, IndexError):  # not a report
             (report, _), bounds = worker.page.read(None), left.cut.bounds
-            self._note(worker, left, bounds[report.next] - bounds[left.order.first], report.seconds)
+            self._note(worker, left, bounds[report.next] - bounds[left.first], report.seconds)
 
     def on_lost(self, worker: WorkerProcess, ending: str) -> None:
         """Forget the worker's order."""
@@ -80,8 +83,8 @@ class Stragglers(Listener):
 
     def _note(self, worker: WorkerProcess, left: _Left, samples: int, seconds: float) -> None:
         if samples > 0 and seconds > 0:
-            self._found[left.order.kind][worker.rank] = Pace(samples, seconds)
-            self.paces[left.order.kind][worker.rank] = seconds / samples
+            self._found[left.kind][worker.rank] = Pace(samples, seconds)
+            self.paces[left.kind][worker.rank] = seconds / samples
 
 
 # A worker that takes FACTOR times the expected time counts as hung, but not before FLOOR seconds.
@@ -107,7 +110,7 @@ def allowance(
         return max(timeout or UNKNOWN, STARTUP)
     if timeout is not None:
         return timeout
-    order, bounds = worker.given.order, cut.bounds
+    order, bounds = worker.given, cut.bounds
     largest = max((bounds[i + 1] - bounds[i] for i in range(order.first, min(order.last, cut.chunks))), default=0)
     of_kind = paces[order.kind]
     pace = of_kind.get(worker.rank, max(of_kind.values(), default=None))

@@ -13,28 +13,19 @@ from batchopt._mapreduce.reduce import Answers, Pattern
 from batchopt.backends.base import Meanwhile, Run
 from batchopt.backends.process.pool import Pool
 from batchopt.backends.process.scheduler import WORTHWHILE
-from batchopt.backends.process.worker import RING
 from batchopt_workers.evaluate.sums import Array
 from batchopt_workers.life import faults
 from batchopt_workers.wire.orders import TASKS, Cut, Kind, Order, Start
 from batchopt_workers.wire.page import (
-    BATCH,
     BEGAN,
     DONE,
-    EVALUATION,
-    FIRST,
-    KIND,
-    LAST,
     NEXT,
-    NUMBER,
     REPORTS,
     SAID,
     SECONDS,
     SHAPE,
     SLOT,
     SLOTS,
-    START,
-    STEP,
     Board,
 )
 
@@ -56,7 +47,7 @@ class Repeat:
         self.stamp, self._pool, self._board = pool.stamp, pool, board
         self.cut, self.runs, self._pattern = cut, runs, pattern
         self._workers = [pool.workers[answer.rank] for answer in pattern.answers]
-        self._orders = [worker.given.order for worker in self._workers]
+        self._planned = [(worker, runs[worker.rank]) for worker in self._workers]
         self._shapes = [worker.page.ints[SHAPE] for worker in self._workers]
         self._seconds = max(answer.seconds for answer in pattern.answers)
         self._is_divisible = any(last - first > 1 for first, last in runs)
@@ -66,42 +57,28 @@ class Repeat:
             rows = None if kind in TASKS else worker.memory.rows
             self._losses.append([NO_LOSSES if rows is None else rows[sum.row].losses for _, sum in report.partials])
 
-    def ring(self, number: int, order: Order, start: Start, meanwhile: Meanwhile | None) -> bool:
+    def goes_as_before(self, number: int, order: Order, start: Start, meanwhile: Meanwhile | None) -> bool:
         """Give each worker its order of before, as part of another evaluation, and wait. Return whether all went as
         before; if not, they may still be at it, and what they say is as it is in any evaluation."""
-        evaluation, step, batch, begin = order.evaluation, order.step, start.batch, start.number
-        self._board.ints[0] = self._is_divisible
-        for worker, before in zip(self._workers, self._orders, strict=True):
-            given, ints = worker.given, worker.page.ints
-            ints[EVALUATION], ints[STEP], ints[BATCH], ints[START] = evaluation, step, batch, begin
-            ints[KIND], ints[FIRST], ints[LAST] = before.kind, before.first, before.last
-            given.number, given.order, given.evaluation, given.start = number, before, evaluation, start
-            given.form, worker.since = worker.seen.form, time.monotonic()
-            ints[NUMBER] = number
-            try:
-                worker.channel.wake(RING.data)
-            except OSError:  # no room; or it is gone, which the pool will find out
-                worker.rings = True
+        poll, waker = self._pool.events.poll, self._pool.events.fd
+        self._board.wake_by_each(self._is_divisible)
+        for worker, (first, last) in self._planned:
+            worker.order(number, order, first, last, start)
         if faults.hook is not None:
             faults.point("parent.rung")
         if meanwhile is not None:
             meanwhile()
-        return self._wait(number)
-
-    def _wait(self, number: int) -> bool:
-        poll, waker = self._pool.events.poll, self._pool.events.fd
         until, pause = time.perf_counter() + LONGER * self._seconds + PATIENCE, self._seconds
-        while True:
+        at_work = True
+        while at_work:
             for fd, _ in poll.poll(max(pause, LOOK)):
-                if fd != waker:
+                if fd != waker:  # a worker has more to say than numbers, or is gone
                     return False
                 os.eventfd_read(fd)
-            at_work = 0
+            at_work = False
             for worker in self._workers:
-                at_work += worker.page.ints[DONE] != number
-            if not at_work:
-                break
-            if time.perf_counter() > until or (self._is_divisible and self._has_left(number)):
+                at_work |= worker.page.ints[DONE] != number
+            if at_work and (time.perf_counter() > until or (self._is_divisible and self._has_left(number))):
                 return False
             pause = 0.0
         for worker, shape in zip(self._workers, self._shapes, strict=True):
@@ -113,7 +90,7 @@ class Repeat:
     def _has_left(self, number: int) -> bool:
         """Tell whether a worker has chunks that it has not begun, and another one, which is done, could take over."""
         for worker in self._workers:
-            ints, floats, given = worker.page.ints, worker.page.floats, worker.given.order
+            ints, floats, given = worker.page.ints, worker.page.floats, worker.given
             at = SLOTS + (ints[REPORTS] & 1) * SLOT
             done, left = ints[at + NEXT] - given.first, given.last - ints[at + NEXT] - 1
             if ints[DONE] != number and done > 0 and left * floats[at + SECONDS] / done > WORTHWHILE:

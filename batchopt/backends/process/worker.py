@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -28,10 +29,10 @@ from batchopt_workers.life.session import Session
 from batchopt_workers.wire.failures import Failure, Warned
 from batchopt_workers.wire.layout import Layout
 from batchopt_workers.wire.memory import SharedBlock
-from batchopt_workers.wire.orders import ANSWERS, Message, Order, Start
+from batchopt_workers.wire.orders import ANSWERS, Kind, Message, Order, Start
 from batchopt_workers.wire.packets import HasDescriptor, Packet, Received, packet
 from batchopt_workers.wire.packing import dumps
-from batchopt_workers.wire.page import DONE, NUMBER, Board
+from batchopt_workers.wire.page import DONE, EVALUATION, NUMBER, Board
 
 # The packet that says that there is an order on the page.
 RING = packet(0, Message.RING, b"")
@@ -80,16 +81,18 @@ class PendingCall(NamedTuple):
 
 @dataclass
 class GivenOrder:
-    """The last order that a worker was given, with that `number`, from that `start`; the last call before it was
-    `after`. `patience`: the multiple of the usual time that it may take. Of the order, `evaluation` and `step` may be
-    later ones: the same chunks of another evaluation. `form`: that of results that it had sent before."""
+    """The last order that a worker was given, with that `number`, about chunks `first` up to `last`, from that `start`;
+    the last call before it was `after`. `patience`: the multiple of the usual time that it may take; `form`: that of
+    results that it had sent before."""
 
     number: int = 0
-    order: Order = field(default_factory=lambda: Order(-1, 0, 0, 0))
+    evaluation: int = -1
+    kind: Kind = Kind.EVALUATE
+    first: int = 0
+    last: int = 0
     start: Start = field(default_factory=Start)
     after: int = 0
     patience: float = 1.0
-    evaluation: int = -1
     form: bytes = b""
 
 
@@ -209,14 +212,23 @@ class WorkerProcess:
         body = packet(number, Message.CALL, message.body, *files)
         self.todo.append(PendingCall(number, message.activity, body, [], field, told))
 
-    def order(self, number: int, order: Order, start: Start, patience: float = 1.0) -> None:
-        """Give it an order, and queue a ring."""
-        if self.state in SILENT:
-            self.since = time.monotonic()
-        after = self.todo[-1].number if self.todo else self.answered
-        self.given = GivenOrder(number, order, start, after, patience, order.evaluation, self.seen.form)
-        self.page.write(number, order, start, after)
+    def order(self, number: int, order: Order, first: int, last: int, start: Start, patience: float = 1.0) -> None:
+        """Give it that part of an order, and ring for it, or queue a ring."""
+        # One function, since evaluations that repeat do nothing else for a worker.
+        given, page = self.given, self.page.ints
+        given.number, given.evaluation, given.kind, given.first, given.last = number, order[0], order[4], first, last
+        given.start, given.after = start, self.todo[-1].number if self.todo else self.answered
+        given.patience, given.form, self.since = patience, self.seen.form, time.monotonic()
+        numbers = order[0], order[1], order[4], first, last, *start, given.after
+        page[EVALUATION:NUMBER] = memoryview(array("q", numbers))
+        page[NUMBER] = number
         self.rings = True
+        if not self.todo:
+            try:
+                self.channel.wake(RING.data)
+                self.rings = False
+            except OSError:  # no room; or it is gone, which is noticed elsewhere
+                pass
 
     def flush(self) -> None:
         """Send what has not left, as far as there is room; if the worker is gone, that is noticed elsewhere."""

@@ -26,7 +26,6 @@ processors exchange after all; so the parent also looks by itself after a while.
 from __future__ import annotations
 
 import threading
-from array import array
 
 import torch
 
@@ -102,12 +101,6 @@ class Page:
         """Begin a page for a worker that is done with order `number`."""
         self.ints[:] = memoryview(bytes(8 * PAGE)).cast("q")
         self.ints[NUMBER] = self.ints[DONE] = number
-
-    def write(self, number: int, order: Order, start: Start, after: int = 0) -> None:
-        """Write an order, to be carried out after the call of number `after`; it counts once the worker is rung for."""
-        numbers = order.evaluation, order.step, order.kind, order.first, order.last, *start, after
-        self.ints[EVALUATION:NUMBER] = memoryview(array("q", numbers))
-        self.ints[NUMBER] = number
 
     def limit(self, last: int) -> None:
         """Shorten the order to the chunks before `last`."""
