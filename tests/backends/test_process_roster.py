@@ -19,7 +19,7 @@ from batchopt.backends.process.roster import (
     Roster,
     check,
 )
-from batchopt.backends.process.wanted import AFTER, NOTHING, Told, Wanted, having, lacking
+from batchopt.backends.process.wanted import AFTER, NOTHING, Field, Wanted, having, lacking
 from batchopt.errors import AllWorkersLostError, WorkerLostError, WorkerStartError
 from tests.workloads import mlp
 
@@ -115,8 +115,8 @@ def test_who_gives_no_sign_for_too_long_hangs_and_who_was_killed_is_waited_for_a
 # ---- what a worker lacks is sent in one order, and with a module what it drops with the one before
 
 
-def told(value: object) -> Told:
-    return Told((), value)._replace(calls=(object(),))  # type: ignore[arg-type]  # any call
+def told(value: object) -> Field:
+    return Field((), value)._replace(calls=(object(),))  # type: ignore[arg-type]  # any call
 
 
 ALL = Wanted(*[told(name) for name in Wanted._fields])

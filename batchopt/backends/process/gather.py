@@ -171,8 +171,8 @@ class ProcessGather(Listener):
         work.spans[worker.given.number] = span
         if hooked:
             for chunk in range(span.first, span.last):
-                if chunk in worker.seen.nones:
-                    work.nones.setdefault(chunk, worker.seen.nones[chunk])
+                if chunk in worker.heard.nones:
+                    work.nones.setdefault(chunk, worker.heard.nones[chunk])
         samples = self._samples(span)
         if samples > 0:
             self._pace[worker.rank] = report.seconds / samples

@@ -47,7 +47,7 @@ from batchopt.backends.process.roster import AT_WORK
 from batchopt.backends.process.scheduler import Assign
 from batchopt.backends.process.shared_program import Holder, SentProgram, SharedProgram
 from batchopt.backends.process.startup import startup_calls
-from batchopt.backends.process.wanted import Activity, SessionCall, Told, Wanted
+from batchopt.backends.process.wanted import Activity, Field, SessionCall, Wanted
 from batchopt.backends.process.worker import WorkerProcess, call, call_with_block
 from batchopt_workers.batch.batch import Batch, Numbering
 from batchopt_workers.evaluate.program import Program
@@ -103,7 +103,7 @@ class WorkerGroup:
         settings = self._holder.torch_settings()
         devices = None if setup.devices is None else self._by_rank(setup.devices)
         told = startup_calls(setup, setup.flat.block, settings, max(self._threads()), devices)
-        self._pool.want = Wanted(**{name: Told(tuple(calls), value) for name, (calls, value) in told.items()})
+        self._pool.want = Wanted(**{name: Field(tuple(calls), value) for name, (calls, value) in told.items()})
         self._program = SentProgram(self._pool, setup.program, shared, self._forget_program)
         self._program.send()
         try:

@@ -24,7 +24,7 @@ from batchopt.backends.patience import OTHERS
 from batchopt.backends.process.channel import ProtocolError
 from batchopt.backends.process.events import Events
 from batchopt.backends.process.roster import AT_WORK, ORDERABLE, SILENT, BusyWorker, Roster, State, check
-from batchopt.backends.process.wanted import NOTHING, Activity, SessionCall, Told, Wanted, having, lacking
+from batchopt.backends.process.wanted import NOTHING, Activity, Field, SessionCall, Wanted, having, lacking
 from batchopt.backends.process.worker import Listener, PendingCall, WorkerProcess, error_of
 from batchopt.errors import AllWorkersLostError, BatchoptError, WorkerStartError
 from batchopt_workers.wire.failures import Failure
@@ -99,7 +99,7 @@ class Pool:
 
     @property
     def _complete(self) -> bool:
-        return self.roster.is_complete([rank for rank, worker in self.workers.items() if worker.seen.joined])
+        return self.roster.is_complete([rank for rank, worker in self.workers.items() if worker.heard.joined])
 
     def tell(self, name: str, *calls: SessionCall) -> None:
         """Have every worker, present or future, make these calls for that field of what it must have."""
@@ -107,25 +107,25 @@ class Pool:
 
     def tell_of(self, name: str, value: object, make: Callable[[], Sequence[SessionCall]], anew: bool = False) -> None:
         """Have every worker make calls for that field, made of a value, if the value has changed, or in any case."""
-        told: Told = getattr(self.want, name)
-        if not anew and told is not NOTHING and told.value == value:
+        field: Field = getattr(self.want, name)
+        if not anew and field is not NOTHING and field.value == value:
             return
         self._amiss = True
         self.stamp += 1
-        self.want = self.want._replace(**{name: Told(tuple(make()), value)})
+        self.want = self.want._replace(**{name: Field(tuple(make()), value)})
         self._sync()
 
     def value_of(self, name: str) -> object:
         """Return the value of which that field was made; None if there is none."""
-        told: Told = getattr(self.want, name)
-        return told.value
+        field: Field = getattr(self.want, name)
+        return field.value
 
     @property
     def available(self) -> list[WorkerProcess]:
         """The workers that can work, evaluate nothing now, and whose last report was taken in: pages do not say which
         order a report is about, so one that comes to light later would count for the next one."""
         workers = [worker for _, worker in sorted(self.workers.items()) if worker.state in ORDERABLE]
-        return [worker for worker in workers if worker.seen.done == worker.given.number]
+        return [worker for worker in workers if worker.heard.done == worker.given.number]
 
     @property
     def is_settled(self) -> bool:
@@ -217,20 +217,20 @@ class Pool:
             self._look_at(worker, listener)
 
     def _look_at(self, worker: WorkerProcess, listener: Listener) -> None:
-        ints, seen = worker.page.ints, worker.seen
+        ints, heard = worker.page.ints, worker.heard
         done, reports = ints[DONE], ints[REPORTS]  # in this order: after the end there is no other report
-        if reports == seen.reports and done == seen.done:
+        if reports == heard.reports and done == heard.done:
             return
         worker.since = time.monotonic()
         with suppress(EOFError, OSError):
             worker.channel.receive()  # what it has said of its order before
         self.receive(worker, listener)
         try:
-            if reports != seen.reports:
-                seen.reports = reports
+            if reports != heard.reports:
+                heard.reports = reports
                 listener.on_report(worker)
-            if done != seen.done:
-                seen.done = done
+            if done != heard.done:
+                heard.done = done
                 listener.on_done(worker)
         except ProtocolError as error:
             self._distrust(worker, error, listener)
@@ -248,9 +248,9 @@ class Pool:
                     continue
                 if reply.kind is Message.READY:
                     self._shook_hands(worker, reply)
-                elif asked.told is not None and reply.kind is Message.REFUSED:
+                elif asked.field is not None and reply.kind is Message.REFUSED:
                     self._refused(worker, asked, reply)
-                elif asked.told is None:
+                elif asked.field is None:
                     listener.on_reply(worker, asked, reply)
                 worker.forget_answered()
         except ProtocolError as error:
@@ -258,7 +258,7 @@ class Pool:
             return
         # It has all that it must have: from now on it gets orders.
         if worker.state is State.STARTED and not any(lacking(worker.have, self.want)):
-            worker.seen.joined = True
+            worker.heard.joined = True
             self.changes += 1
             self.stamp += 1
             self.roster.joined(worker.rank)
@@ -268,10 +268,10 @@ class Pool:
             if len(message.body) != NONES.size:
                 raise ProtocolError(f"a message of {len(message.body)} bytes about results of None")
             chunk, count = NONES.unpack(message.body)
-            worker.seen.nones[chunk] = count
+            worker.heard.nones[chunk] = count
             return
         if message.kind is Message.FORM:
-            worker.seen.form = message.body[CHUNK.size :]
+            worker.heard.form = message.body[CHUNK.size :]
         if message.number == worker.given.number:
             listener.on_message(worker, message)
 
@@ -293,13 +293,13 @@ class Pool:
     def _refused(self, worker: WorkerProcess, asked: PendingCall, reply: Received) -> None:
         """Handle a failure to take over a field. A worker that has joined before can still be used; a new one
         cannot."""
-        if getattr(self.want, asked.field) is not asked.told:  # it is to have another one by now
+        if getattr(self.want, asked.name) is not asked.field:  # it is to have another one by now
             return
         self._amiss = True
-        worker.have = worker.have._replace(**{asked.field: NOTHING})
+        worker.have = worker.have._replace(**{asked.name: NOTHING})
         worker.forget_answered()  # it must not be handled again after the exception
         error = error_of(worker.rank, Failure.decode(reply.body), asked.activity)
-        if worker.seen.joined:
+        if worker.heard.joined:
             raise error
         self.roster.refused(worker.rank, error)
         worker.kill(f"could not start ({error})")
@@ -334,7 +334,7 @@ class Pool:
         del self.workers[worker.rank]
         self._look_at(worker, listener)
         ending = worker.ending()
-        self.roster.ended(worker.rank, ending, worker.seen.joined, activity not in (None, Activity.STARTING))
+        self.roster.ended(worker.rank, ending, worker.heard.joined, activity not in (None, Activity.STARTING))
         worker.close()
         listener.on_lost(worker, ending)
 
@@ -365,10 +365,10 @@ class Pool:
             if worker.have is self.want:  # equal calls may be about other elements in the same memory
                 continue
             for name in lacking(worker.have, self.want):
-                told: Told = getattr(self.want, name)
-                for call in told.calls:
-                    worker.ask(call, name, told)
-                worker.have = having(worker.have, name, told)
+                field: Field = getattr(self.want, name)
+                for call in field.calls:
+                    worker.ask(call, name, field)
+                worker.have = having(worker.have, name, field)
             worker.have = self.want
             worker.flush()
 

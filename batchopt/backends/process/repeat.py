@@ -102,12 +102,12 @@ class Repeat:
         losses: list[list[float]] = []
         times: list[tuple[float, float]] = []
         for worker, memory in zip(self._workers, self._losses, strict=True):
-            ints, floats, seen = worker.page.ints, worker.page.floats, worker.seen
+            ints, floats, heard = worker.page.ints, worker.page.floats, worker.heard
             at = SLOTS + (ints[REPORTS] & 1) * SLOT
             times.append((floats[at + BEGAN], floats[at + SECONDS]))
             for array in memory:
                 losses.append(array.tolist())
-            seen.reports, seen.done = ints[REPORTS], worker.given.number
+            heard.reports, heard.done = ints[REPORTS], worker.given.number
         self._seconds = max(times, key=_SECONDS)[1]
         return Answers(self._pattern, losses, times)
 

@@ -9,7 +9,7 @@ import torch
 
 from batchopt.backends.process.pool import Pool
 from batchopt.backends.process.task_files import ResultFile
-from batchopt.backends.process.wanted import Activity, SessionCall, Told
+from batchopt.backends.process.wanted import Activity, Field, SessionCall
 from batchopt.backends.process.worker import call, call_with_block, call_with_file
 from batchopt_workers.functions.forms import Column
 from batchopt_workers.life.session import TASK, Session
@@ -18,14 +18,14 @@ from batchopt_workers.wire.packing import Packed, Placement
 
 
 class KeptTask(NamedTuple):
-    """A task that workers have as long as they are `told` of no other one, the memory of its tensors, if it has any,
+    """A task that workers have as long as their `field` is this one, the memory of its tensors, if it has any,
     and the file for its rows."""
 
     data: bytes
     placements: Sequence[Placement]
     memory: SharedBlock | None
     file: ResultFile
-    told: Told
+    field: Field
 
     def is_of(self, packed: Packed) -> bool:
         """Tell whether a packed task differs from it in the elements of tensors only."""
@@ -53,7 +53,7 @@ class Results:
     def _has_kept(self) -> bool:
         """Tell whether workers still have the task that was kept."""
         kept = self._kept
-        return kept is not None and kept.told is self._pool.want.task and kept.file is self._files[self._number]
+        return kept is not None and kept.field is self._pool.want.task and kept.file is self._files[self._number]
 
     def _begin(self) -> int:
         """Begin a result in a file that is free, or in a new one; return its number."""

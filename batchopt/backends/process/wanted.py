@@ -41,7 +41,7 @@ class SessionCall(NamedTuple):
     block: HasDescriptor | None = None
 
 
-class Told(NamedTuple):
+class Field(NamedTuple):
     """The calls by which a worker gets a field, and the value that they were made of."""
 
     calls: tuple[SessionCall, ...] = ()
@@ -49,32 +49,32 @@ class Told(NamedTuple):
 
 
 # A worker has no more of a field than its calls made; this one is empty.
-NOTHING = Told()
+NOTHING = Field()
 
 
 class Wanted(NamedTuple):
     """All that a worker must have. Fields are sent in this order: a field may need those before it."""
 
-    process: Told = NOTHING
-    devices: Told = NOTHING
-    torch: Told = NOTHING
-    precode: Told = NOTHING
-    parameters: Told = NOTHING
-    world: Told = NOTHING
-    memory: Told = NOTHING  # of the module's tensors
-    module: Told = NOTHING
-    hooked: Told = NOTHING
-    compiled: Told = NOTHING
-    weights: Told = NOTHING
-    batch_0: Told = NOTHING
-    batch_1: Told = NOTHING
-    cut: Told = NOTHING
-    file_0: Told = NOTHING
-    file_1: Told = NOTHING
-    outputs: Told = NOTHING
-    aside: Told = NOTHING  # the memory of the batch of a task
-    task: Told = NOTHING
-    task_cut: Told = NOTHING
+    process: Field = NOTHING
+    devices: Field = NOTHING
+    torch: Field = NOTHING
+    precode: Field = NOTHING
+    parameters: Field = NOTHING
+    world: Field = NOTHING
+    memory: Field = NOTHING  # of the module's tensors
+    module: Field = NOTHING
+    hooked: Field = NOTHING
+    compiled: Field = NOTHING
+    weights: Field = NOTHING
+    batch_0: Field = NOTHING
+    batch_1: Field = NOTHING
+    cut: Field = NOTHING
+    file_0: Field = NOTHING
+    file_1: Field = NOTHING
+    outputs: Field = NOTHING
+    aside: Field = NOTHING  # the memory of the batch of a task
+    task: Field = NOTHING
+    task_cut: Field = NOTHING
 
 
 # With a field, these are dropped: they are sent again.
@@ -90,7 +90,7 @@ def lacking(have: Wanted, want: Wanted) -> Iterator[str]:
             yield name
 
 
-def having(have: Wanted, name: str, told: Told) -> Wanted:
+def having(have: Wanted, name: str, field: Field) -> Wanted:
     """Return what a worker has once it was sent a field."""
-    changed: dict[str, Any] = {name: told, **dict.fromkeys(AFTER.get(name, ()), NOTHING)}
+    changed: dict[str, Any] = {name: field, **dict.fromkeys(AFTER.get(name, ()), NOTHING)}
     return have._replace(**changed)

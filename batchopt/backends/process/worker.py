@@ -21,7 +21,7 @@ from batchopt.backends.process.roster import REAPING, SILENT, STATES, State
 from batchopt.backends.process.scheduler import Death
 from batchopt.backends.process.stderr import Stderr
 from batchopt.backends.process.task_files import TotalsFile
-from batchopt.backends.process.wanted import Activity, SessionCall, Told, Wanted
+from batchopt.backends.process.wanted import Activity, Field, SessionCall, Wanted
 from batchopt.errors import RemoteTraceback, WorkerError
 from batchopt_workers.batch.batch import Numbering
 from batchopt_workers.evaluate.sums import Rows, rows_nbytes
@@ -68,15 +68,15 @@ def call_with_file(
 
 
 class PendingCall(NamedTuple):
-    """A call without an answer so far; once it has left, `sent` has the number of its bytes. `field`: what it is part
-    of, of all that a worker must have, and `told`, what that is."""
+    """A call without an answer so far; once it has left, `sent` has the number of its bytes. It may be part of the
+    `field` of that `name`, of all that a worker must have."""
 
     number: int
     activity: Activity
     packet: Packet
     sent: list[int]
-    field: str = ""
-    told: Told | None = None
+    name: str = ""
+    field: Field | None = None
 
 
 @dataclass
@@ -105,7 +105,7 @@ class Killed(NamedTuple):
 
 
 @dataclass
-class Seen:
+class Heard:
     """The part of what a worker has said that was taken in: that it has all that it must have; so many reports on its
     page, and the end of the order of that number; how often its posthook returned nothing but None, by chunk; and the
     form of results, pickled, that it has sent last."""
@@ -148,7 +148,7 @@ class WorkerProcess:
         self.rank = rank
         self.channel = Channel(ours)
         self.stderr = Stderr(warned)
-        self.page, self.given, self.seen = board.page(rank), GivenOrder(), Seen()
+        self.page, self.given, self.heard = board.page(rank), GivenOrder(), Heard()
         self.memory = Memory()
         self.have = Wanted()  # once it has answered
         self.since = time.monotonic()  # of the last sign of progress
@@ -184,12 +184,12 @@ class WorkerProcess:
         self.forget_answered()
         called = any(asked.activity is Activity.FUNCTION for asked in self.todo)
         waits = "function" if called else "field" if self.todo else None
-        return STATES[self.seen.joined, waits, self.evaluates]
+        return STATES[self.heard.joined, waits, self.evaluates]
 
     @property
     def is_heard(self) -> bool:
         """Tell whether everything that it has said was handled."""
-        return not self.channel.unread and self.seen.done == self.given.number
+        return not self.channel.unread and self.heard.done == self.given.number
 
     @property
     def activity(self) -> Activity | None:
@@ -204,13 +204,13 @@ class WorkerProcess:
         while self.todo and self.todo[0].number <= self.answered:
             self.todo.popleft()
 
-    def ask(self, message: SessionCall, field: str = "", told: Told | None = None) -> None:
+    def ask(self, message: SessionCall, name: str = "", field: Field | None = None) -> None:
         """Queue a call."""
         if self.state in SILENT:
             self.since = time.monotonic()
         number, files = next(self._numbers), () if message.block is None else (message.block,)
         body = packet(number, Message.CALL, message.body, *files)
-        self.todo.append(PendingCall(number, message.activity, body, [], field, told))
+        self.todo.append(PendingCall(number, message.activity, body, [], name, field))
 
     def order(self, number: int, order: Order, first: int, last: int, start: Start, patience: float = 1.0) -> None:
         """Give it that part of an order, and ring for it, or queue a ring."""
@@ -218,7 +218,7 @@ class WorkerProcess:
         given, page = self.given, self.page.ints
         given.number, given.evaluation, given.kind, given.first, given.last = number, order[0], order[4], first, last
         given.start, given.after = start, self.todo[-1].number if self.todo else self.answered
-        given.patience, given.form, self.since = patience, self.seen.form, time.monotonic()
+        given.patience, given.form, self.since = patience, self.heard.form, time.monotonic()
         numbers = order[0], order[1], order[4], first, last, *start, given.after
         page[EVALUATION:NUMBER] = memoryview(array("q", numbers))
         page[NUMBER] = number
@@ -263,7 +263,7 @@ class WorkerProcess:
 
     def move(self, board: Board, waker: HasDescriptor) -> None:
         """Give it a page of that board, which it takes before its next order; it must be done with the last one."""
-        self.page, self.seen.reports = board.page(self.rank), 0
+        self.page, self.heard.reports = board.page(self.rank), 0
         self.page.clear(self.given.number)
         self.ask(call_with_block(Activity.STARTING, Session.attach, "board", board.block))
         self.ask(call_with_file(Activity.STARTING, Session.take_page, waker, self.rank, board.workers))

@@ -67,7 +67,7 @@ class _Mailbox:
 
 def serve(end: socket.socket, session: Session) -> None:
     """Process packets until the parent hangs up; exceptions of the user's code are reported, and do not end it."""
-    mailbox, told, awake, made = _Mailbox(end), Told(), 0.0, 0
+    mailbox, told, awake, made = _Mailbox(end), SentForms(), 0.0, 0
     while True:
         try:
             taken = mailbox.take(awake)
@@ -98,7 +98,7 @@ def _call(session: Session, taken: Received) -> bytes:
         raise _unsendable(error) from error
 
 
-class Told:
+class SentForms:
     """Results besides numbers that the parent was told of, so that it need not be told again: how often the posthook
     returned None for each chunk, and the form of results, until another call is made."""
 
@@ -122,7 +122,7 @@ class Told:
                 yield Message.FORM, CHUNK.pack(chunk) + self._pickled
 
 
-def _carry_out(mailbox: _Mailbox, session: Session, told: Told, made: int) -> float:
+def _carry_out(mailbox: _Mailbox, session: Session, told: SentForms, made: int) -> float:
     """Carry out the order on the page, if there is one after `made` calls, and return the seconds that it took."""
     page = session.page
     found = None if page is None else page.order(made)
