@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -13,11 +12,7 @@ from batchopt.backends.base import WorkerInfo
 from batchopt.backends.patience import ATTEMPTS
 from batchopt.backends.process.events import Events
 from batchopt.backends.process.roster import (
-    INTERVAL,
-    REAPING,
-    BusyWorker,
     Roster,
-    check,
 )
 from batchopt.backends.process.wanted import AFTER, NOTHING, Field, Wanted, having, lacking
 from batchopt.errors import AllWorkersLostError, WorkerLostError, WorkerStartError
@@ -98,18 +93,6 @@ def test_more_and_fewer_workers() -> None:
     assert list(made.start([0])) == [] and 1 in made.given_up
     made.resize([made.infos[0], *infos(1)])  # a new one of a rank that was given up
     assert list(made.start([0])) == [1] and not made.given_up
-
-
-def test_who_gives_no_sign_for_too_long_hangs_and_who_was_killed_is_waited_for_and_then_dead() -> None:
-    slow, quick = BusyWorker(0, 10.0, 5.0), BusyWorker(1, 12.0, 100.0)
-    assert check([slow, quick], 14.9) == ([], [], 15.0)
-    found = check([slow, quick], 15.0)
-    assert found.hung == [slow] and not found.dead and found.look_at == 15.0 + INTERVAL
-    assert check([], 3.0).look_at == 3.0 + INTERVAL
-    assert check([BusyWorker(0, 0.0, math.inf)], 1e9).hung == []
-    killed = BusyWorker(0, 10.0, 5.0, killed_at=20.0)
-    assert check([killed], 20.0 + 0.9 * REAPING)[:2] == ([], [])
-    assert check([killed], 20.0 + REAPING)[:2] == ([], [0])
 
 
 # ---- what a worker lacks is sent in one order, and with a module what it drops with the one before

@@ -23,7 +23,7 @@ from batchopt.backends.base import WorkerInfo
 from batchopt.backends.patience import OTHERS
 from batchopt.backends.process.channel import ProtocolError
 from batchopt.backends.process.events import Events
-from batchopt.backends.process.roster import AT_WORK, ORDERABLE, SILENT, BusyWorker, Roster, State, check
+from batchopt.backends.process.roster import AT_WORK, ORDERABLE, REAPING, SILENT, Roster, State
 from batchopt.backends.process.wanted import NOTHING, Activity, Field, SessionCall, Wanted, having, lacking
 from batchopt.backends.process.worker import Listener, PendingCall, WorkerProcess, error_of
 from batchopt.errors import AllWorkersLostError, BatchoptError, WorkerStartError
@@ -32,6 +32,8 @@ from batchopt_workers.wire.orders import CHUNK, NONES, Message, versions
 from batchopt_workers.wire.packets import Received
 from batchopt_workers.wire.page import DONE, REPORTS, fence
 
+# Seconds between two checks for hung workers.
+INTERVAL = 0.25
 # Seconds in which a worker has to end by itself once the parent has closed its pipe.
 GRACE = 1.0
 # Seconds between the end of a worker's pipe and of its process, if that is what ended the pipe.
@@ -305,21 +307,22 @@ class Pool:
         worker.kill(f"could not start ({error})")
 
     def _look_for_hung(self, listener: Listener) -> None:
-        now, working = time.monotonic(), []
-        for worker in self.workers.values():
+        now = time.monotonic()
+        self._check_at = now + INTERVAL
+        for worker in list(self.workers.values()):
             worker.stderr.pass_on()
             activity = worker.activity
-            if activity is not None:
-                killed_at = None if worker.killed is None else worker.killed.at
-                allowance = self._allowance(worker, activity)
-                working.append(BusyWorker(worker.rank, worker.since, allowance, killed_at))
-        hung, dead, self._check_at = check(working, now)
-        for progress in hung:
-            worker = self.workers[progress.rank]
-            doing = "" if worker.activity is None else worker.activity.value
-            worker.kill(f"made no progress for {progress.allowance:.3g} s while {doing}", hung=True)
-        for rank in dead:
-            self._reap(self.workers[rank], listener)
+            if activity is None:
+                continue
+            if worker.killed is not None:  # its end will be an ordinary event, unless the kernel holds it
+                if now >= worker.killed.at + REAPING:
+                    self._reap(worker, listener)
+                continue
+            allowance = self._allowance(worker, activity)
+            if now >= worker.since + allowance:
+                worker.kill(f"made no progress for {allowance:.3g} s while {activity.value}", hung=True)
+            else:
+                self._check_at = min(self._check_at, worker.since + allowance)
 
     def _reap(self, worker: WorkerProcess, listener: Listener) -> None:
         """End a worker that is dead or not usable, and notify `listener`."""

@@ -1,5 +1,5 @@
-"""The roster of worker processes: which should exist, what each is at, and which are missing, hung or abandoned. No
-input or output.
+"""The roster of worker processes: which should exist, what each is at, and which are missing or abandoned. No input
+or output.
 
     starting ──► started ──► ready ◄──► taking     all that it must have was sent and answered; more was sent
                                ▲ ▲
@@ -15,11 +15,9 @@ leaves nothing to repair.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Collection, Iterable
 from enum import Enum
-from typing import NamedTuple
 
 from batchopt.backends.base import WorkerInfo
 from batchopt.backends.patience import ATTEMPTS
@@ -27,8 +25,6 @@ from batchopt.errors import AllWorkersLostError, WorkerLostError, WorkerStartErr
 
 # Seconds that a process may take to end after SIGKILL; one that the kernel holds longer is ignored.
 REAPING = 2.0
-# Seconds between two checks for hung workers.
-INTERVAL = 0.25
 
 
 class State(Enum):
@@ -148,36 +144,3 @@ class Roster:
                 "no worker is left, and none may be started: build a new BatchOptimizer. The last one lost: "
                 f"{self.ending}"
             ) from next(iter(self.given_up.values()))
-
-
-class BusyWorker(NamedTuple):
-    """The time of a busy worker's last sign of progress, and the seconds without one after which it counts as hung.
-    `killed_at`: when it was killed, if it was."""
-
-    rank: int
-    since: float
-    allowance: float
-    killed_at: float | None = None
-
-
-class Checkup(NamedTuple):
-    """The workers to be killed because they hang, those killed that count as dead, and the time of the next check."""
-
-    hung: list[BusyWorker]
-    dead: list[int]
-    look_at: float
-
-
-def check(workers: Iterable[BusyWorker], now: float) -> Checkup:
-    """Check the busy workers."""
-    found = Checkup([], [], math.inf)
-    look_at = now + INTERVAL
-    for worker in workers:
-        if worker.killed_at is not None:  # its end will be an ordinary event, unless the kernel holds it
-            if now >= worker.killed_at + REAPING:
-                found.dead.append(worker.rank)
-        elif now >= worker.since + worker.allowance:
-            found.hung.append(worker)
-        else:
-            look_at = min(look_at, worker.since + worker.allowance)
-    return found._replace(look_at=look_at)
