@@ -74,7 +74,7 @@ def ours(make: Callable[..., torch.optim.Optimizer]) -> Way:
         ) as opt:
             yield Come
             opt.step(task.inputs, task.targets)
-            found = Come(opt.optimizer.result.f, opt.eval_counter)  # type: ignore[union-attr]
+            found = Come(opt.result.f, opt.eval_counter)
             yield lambda: found
 
     return way
@@ -102,7 +102,7 @@ def levenberg(task: Task, goal: Goal) -> Generator[Judge, None, None]:
     ) as opt:
         yield Come
         opt.step(task.inputs, task.targets)
-        found = Come(opt.optimizer.result.f, opt.eval_counter)  # type: ignore[union-attr]
+        found = Come(opt.result.f, opt.eval_counter)
         yield lambda: found
 
 

@@ -42,7 +42,7 @@ def run(width: int, dense: int, seconds: float, seed: int = 100) -> tuple[int, C
         curve = Curve(lambda: BURGERS.error(module), seconds)
         while not curve.over:
             opt.step(points)
-            curve.look(opt.eval_counter, opt.optimizer.result.f)  # type: ignore[union-attr]
+            curve.look(opt.eval_counter, opt.result.f)
         return len(opt.parameters), curve
 
 

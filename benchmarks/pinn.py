@@ -123,7 +123,7 @@ def run_ours(
             before = opt.eval_counter
             opt.step(points)
             steps += 1
-            curve.look(opt.eval_counter, opt.optimizer.result.f)  # type: ignore[union-attr]
+            curve.look(opt.eval_counter, opt.result.f)
             if method.renew is not None and steps % method.renew == 0:
                 points = renewed(opt, problem, points, 1000 * (seed + 1) + steps)
             elif opt.eval_counter <= before + 1:  # nothing moves any more

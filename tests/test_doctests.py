@@ -104,8 +104,8 @@ def test_a_repr_says_what_a_thing_is_and_how_far_it_has_come() -> None:
         )
         loss = opt.step(x, 2 * x)
         assert f"1 batches, {opt.eval_counter} evaluations, loss {loss:.6g})" in repr(opt)
-        assert isinstance(opt.optimizer, batchopt.LBFGS) and opt.optimizer.result is not None
-        result = opt.optimizer.result
+        assert isinstance(opt.optimizer, batchopt.LBFGS) and opt.result is not None
+        result = opt.result
         assert repr(result).startswith(f"Result({result.status.name}, iterations={result.iterations}, evaluations=")
         worker = opt.workers[0]
         assert repr(worker).startswith(f"WorkerInfo(0: pid {worker.pid} on {worker.host}, cpu, ")

@@ -45,7 +45,7 @@ def build(
 
 
 def result(opt: BatchOptimizer) -> Any:
-    return opt.optimizer.result  # type: ignore[union-attr]
+    return opt.result
 
 
 def at(iteration: int, do: Callable[[], object]) -> Callable[[Any], None]:

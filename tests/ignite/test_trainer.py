@@ -163,7 +163,7 @@ def test_terminate_ends_the_step_of_an_optimizer_of_ours() -> None:
         trainer = create_trainer(opt)
         trainer.add_event_handler(StepEvents.ACCEPTED(once=2), trainer.terminate)
         trainer.run(batches(), max_epochs=2)
-        assert trainer.state.iteration == 1 and opt.optimizer.result.iterations == 2  # type: ignore[union-attr]
+        assert trainer.state.iteration == 1 and opt.result.iterations == 2
 
 
 # Errors

@@ -148,8 +148,8 @@ def run(parallelize: int, **options: Any) -> tuple[float, str, Result]:
         optimizer=lambda params: LevenbergMarquardt(params, max_iter=6, **options),
     ) as opt:
         loss = opt.step(DATA)
-        assert isinstance(opt.optimizer, LevenbergMarquardt) and opt.optimizer.result is not None
-        return loss, opt.fingerprint(), opt.optimizer.result
+        assert isinstance(opt.optimizer, LevenbergMarquardt) and opt.result is not None
+        return loss, opt.fingerprint(), opt.result
 
 
 @pytest.mark.slow

@@ -67,7 +67,7 @@ def lbfgs(parameters):
 model = NeuralODE()
 with batchopt.BatchOptimizer(model, torch.nn.MSELoss(), optimizer=lbfgs, parallelize=cores) as opt:
     opt.step(starts, seen)
-    print(opt.optimizer.result.status.value)
+    print(opt.result.status.value)
     print(f"loss {opt.output:.2e} after {opt.eval_counter} evaluations; variance of the noise {0.02**2:.1e}")
 
 # %%

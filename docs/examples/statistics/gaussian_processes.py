@@ -94,7 +94,7 @@ with optimizer(cores) as opt:
     opt.step(data)
     fitted = opt.module
     at_truth = evidence(true, data, None)
-    print(opt.optimizer.result.status.value)
+    print(opt.result.status.value)
     print(f"negative log likelihood per measurement {opt.output:.4f}, with the true numbers {at_truth:.4f}")
 
 # %%

@@ -68,7 +68,7 @@ with optimizer(cores, lbfgs) as opt:
     began = time.perf_counter()
     opt.step(x, labels)
     module, lowest = opt.module, opt.output
-    result = opt.optimizer.result
+    result = opt.result
     print(f"{lowest:.8f} after {result.iterations} iterations, {curve[-1][0]:.2f} s: {result.status.value}")
 
 # %%

@@ -59,7 +59,7 @@ def fitted(loss, start, times, values):
     terms = {"signal": batchopt.Term(residual=misfit, loss=loss, scale=NOISE)}
     with batchopt.BatchOptimizer(Oscillation(start), terms=terms, optimizer="lm", parallelize="auto") as opt:
         opt.step({"signal": (times, values)})
-        return opt.parameters.clone(), opt.optimizer.result
+        return opt.parameters.clone(), opt.result
 
 
 def fit_all(times, values):
