@@ -184,9 +184,10 @@ class SerialBackend(Backend):
         if order.kind is not Kind.EVALUATE:
             evaluator.tasks.cut = cut
         else:
-            if place is not None and evaluator.cut is not cut:
-                place.forget()
-            evaluator.cut = cut
+            if evaluator.cut is not cut:
+                evaluator.cut_into(cut)
+                if place is not None:
+                    place.forget()
             if self._mode.outputs:
                 self._output = evaluator.outputs = MemoryOutput()
             if last_one is not None and into is not None and last - first == 1:

@@ -56,16 +56,14 @@ class Evaluator:
         self._gradient.shortcuts = self.graphs
         self._loaded: LoadedBatch | None = None
         self.cut = Cut((0,))  # of the loaded batch, and of later ones
-        self._sums = self.cut, Sums(-1, 0)
+        self._sums = Sums(-1, 0)
 
     @property
     def loaded(self) -> LoadedBatch:
-        """The loaded batch with its cut; set it to use another one, or one that has other elements now. Raise
-        `RuntimeError` if there is none."""
+        """The loaded batch; set it to use another one, or one that has other elements now. Raise `RuntimeError` if
+        there is none."""
         if self._loaded is None:
             raise RuntimeError("no batch was loaded in this worker")
-        if self._loaded.cut is not self.cut:
-            self._loaded.cut_into(self.cut)
         return self._loaded
 
     @loaded.setter
@@ -73,9 +71,17 @@ class Evaluator:
         if loaded is not self._loaded:
             self._gradient.paired = None
         self._loaded = loaded
+        if loaded.cut is not self.cut:
+            loaded.cut_into(self.cut)
         self.loss.names = loaded.batch.numbering.names
         for jacobian in self.tasks.jacobians.values():
             jacobian.looked_at.clear()
+
+    def cut_into(self, cut: Cut) -> None:
+        """Use this cut of the loaded batch, and of later ones."""
+        self.cut, self._sums = cut, Sums(-1, cut.chunks)
+        if self._loaded is not None:
+            self._loaded.cut_into(cut)
 
     @property
     def has_batch(self) -> bool:
@@ -110,11 +116,7 @@ class Evaluator:
         if order.kind is not Kind.EVALUATE:
             self.walk.runs_others |= self.tasks.is_users
             return self.tasks.evaluate(order, self)
-        loaded, (cut, sums) = self._loaded or self.loaded, self._sums
-        if cut is not self.cut:
-            cut, sums = self._sums = self.cut, Sums(-1, self.cut.chunks)
-        if loaded.cut is not cut:
-            loaded.cut_into(cut)
+        loaded, sums = self._loaded or self.loaded, self._sums
         if sums.evaluation != order.evaluation:
             sums.evaluation = order.evaluation
             sums.held.clear()
@@ -179,7 +181,8 @@ class Evaluator:
         """Go on with the batch, the cut, the task and the modes of another one, on another copy of its program."""
         loss, of = self.loss, before.loss
         loss.weights, loss.hooked, loss.names = of.weights, of.hooked, of.names
-        self._gradient.outputs, self.cut, self._loaded = before.outputs, before.cut, before._loaded
+        self._gradient.outputs, self._loaded = before.outputs, before._loaded
+        self.cut, self._sums = before.cut, Sums(-1, before.cut.chunks)
         self.walk.current = before.walk.current  # for an error that is described after this
         self.tasks = before.tasks
         self.tasks.use(self.walk, self.program.module, self.parameters)

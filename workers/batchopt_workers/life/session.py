@@ -245,7 +245,7 @@ class Session:
 
     def set_cut(self, cut: Cut) -> None:
         """Set the cut of the batch."""
-        self.evaluator.cut = cut
+        self.evaluator.cut_into(cut)
         self._forget_pieces()
 
     def add_rows(self, first: int, count: int, terms: int) -> None:
