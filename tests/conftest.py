@@ -200,7 +200,7 @@ def nothing_left_behind() -> Iterator[None]:
 def nobody_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who is given a chunk evaluates it. On a busy machine a worker may be late, or not yet heard of its last report,
     and another takes its chunks."""
-    monkeypatch.setattr("batchopt.backends.process.scheduler.PATIENCE", 1e9)
+    monkeypatch.setattr("batchopt.backends.process.scheduler.GRACE", 1e9)
     monkeypatch.setattr("batchopt.backends.process.scheduler.WORTHWHILE", 1e9)
     gather = WorkerGroup._gather
 

@@ -421,7 +421,7 @@ def test_a_buffer_that_came_before_this_process_became_the_worker_has_its_place(
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Evaluations are repeated also on a machine that is busy."""
-    monkeypatch.setattr("batchopt.backends.process.repeat.PATIENCE", 5.0)
+    monkeypatch.setattr("batchopt.backends.process.repeat.GRACE", 5.0)
 
 
 def cases(name: str, *marks: pytest.MarkDecorator, **limits: Any) -> Any:

@@ -26,7 +26,7 @@ Y = torch.linspace(-1.0, 3.0, N * 2).reshape(N, 2).cos()
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch, nobody_late: None) -> None:
     """An evaluation is a repetition also on a machine that is busy."""
-    monkeypatch.setattr("batchopt.backends.process.repeat.PATIENCE", 5.0)
+    monkeypatch.setattr("batchopt.backends.process.repeat.GRACE", 5.0)
 
 
 def plain() -> nn.Module:

@@ -71,7 +71,7 @@ def test_a_function_is_given_samples_of_its_own(parallelize: int) -> None:
 @pytest.mark.parametrize("what", ["collect", "outputs"])
 def test_what_a_late_worker_writes_is_in_no_result(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str) -> None:
     """It is stopped in a chunk; another one takes that over. When it goes on it writes other rows."""
-    monkeypatch.setattr("batchopt.backends.process.scheduler.PATIENCE", 2.0)
+    monkeypatch.setattr("batchopt.backends.process.scheduler.GRACE", 2.0)
     armed, late = tmp_path / "armed", tmp_path / "late"
 
     class Stops(Mlp):

@@ -273,7 +273,7 @@ class Workers:
         for answer in answers:
             samples[answer.rank] += answer.samples
             seconds[answer.rank] += answer.seconds
-        for rank, (late_samples, late_seconds) in answers.pattern.late.items():
+        for rank, (late_samples, late_seconds) in answers.pattern.stragglers.items():
             samples[rank] += late_samples
             seconds[rank] += late_seconds
         return samples, seconds

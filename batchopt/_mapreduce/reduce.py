@@ -183,13 +183,13 @@ def _add(vectors: Sequence[Numbers], additions: Sequence[Addition], spare: int, 
 
 class Pattern:
     """Evaluations that repeat each other: the same workers have the same chunks, of `chunks` in all, and their partials
-    lie in the same memory; `answers` are those of the first one. `late`: measurements of workers that were late in it,
-    by rank: samples, and the seconds that they took, or at least took."""
+    lie in the same memory; `answers` are those of the first one. `stragglers`: by rank of each worker that
+    was late in it, samples, and the seconds that they took, or at least took."""
 
     def __init__(
-        self, answers: Sequence[Answer], chunks: int, late: Mapping[int, tuple[int, float]] = MappingProxyType({})
+        self, answers: Sequence[Answer], chunks: int, stragglers: Mapping[int, tuple[int, float]] = MappingProxyType({})
     ) -> None:
-        self.answers, self.late, self._chunks = [*answers], late, chunks
+        self.answers, self.stragglers, self._chunks = [*answers], stragglers, chunks
         self.times = [(answer.spans[0].began if answer.spans else 0.0, answer.seconds) for answer in answers]
 
     @cached_property

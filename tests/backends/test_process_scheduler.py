@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from batchopt.backends.process.scheduler import (
+    GRACE,
     LATE,
-    PATIENCE,
     POISONOUS,
     WORTHWHILE,
     Assign,
@@ -76,8 +76,8 @@ def begun(*runs: tuple[int, int] | None, now: float = 0.0, copies: bool = True) 
         # what is behind a late chunk is taken, by whomever
         (5, 1.0, 1.0, LATE - 1e-6, 3),
         (2, 1.0, 10.0, LATE, 1),
-        (2, 1e-5, 1e-5, PATIENCE - 1e-6, None),
-        (2, 1e-5, 1e-5, PATIENCE, 1),
+        (2, 1e-5, 1e-5, GRACE - 1e-6, None),
+        (2, 1e-5, 1e-5, GRACE, 1),
         # else it has to be worth a message, alone or together
         (2, WORTHWHILE, WORTHWHILE, 0.0, 1),
         (2, 0.9 * WORTHWHILE, 0.9 * WORTHWHILE, 0.0, None),
@@ -96,9 +96,9 @@ def test_how_much_is_stolen(
 # ---- late chunks
 
 
-@pytest.mark.parametrize("each", [0.001, PATIENCE / LATE, 1.0])
+@pytest.mark.parametrize("each", [0.001, GRACE / LATE, 1.0])
 def test_a_chunk_is_copied_once_it_is_late_and_no_sooner(each: float) -> None:
-    due = 5.0 + max(PATIENCE, LATE * each)
+    due = 5.0 + max(GRACE, LATE * each)
     scheduler = begun((0, 1), None, None, now=5.0)
     estimate = pace(each, each, each)
     assert scheduler.next_late(estimate) == due
@@ -109,9 +109,9 @@ def test_a_chunk_is_copied_once_it_is_late_and_no_sooner(each: float) -> None:
 def test_without_copies_what_is_behind_a_late_chunk_is_taken_but_not_that_chunk() -> None:
     scheduler = begun((0, 2), None, copies=False)
     estimate = pace(1e-5, 1e-5)
-    assert scheduler.next_late(estimate) == PATIENCE
-    assert scheduler.decide([1], estimate, PATIENCE) == [Limit(0, 1), Assign(1, 1, 2)]
-    scheduler.reported(1, 2, PATIENCE)
+    assert scheduler.next_late(estimate) == GRACE
+    assert scheduler.decide([1], estimate, GRACE) == [Limit(0, 1), Assign(1, 1, 2)]
+    scheduler.reported(1, 2, GRACE)
     scheduler.ended(1)
     assert scheduler.next_late(estimate) == math.inf
     assert scheduler.decide([1], estimate, 1000.0) == []
@@ -131,9 +131,9 @@ def test_a_chunk_is_given_up_only_after_a_trial_alone_that_had_time() -> None:
     assert [scheduler.lost(worker, Death.HANG) for worker in range(3)] == [None] * 3
     assert scheduler.decide([0, 1, 2], SECOND, 40.0) == [Assign(0, 0, 1)]
     assert scheduler.decide([1, 2], SECOND, 1e6) == [] and scheduler.next_late(SECOND) == math.inf
-    assert scheduler.patience(0) == 2.0 and scheduler.lost(0, Death.HANG) is None
+    assert scheduler.leniency(0) == 2.0 and scheduler.lost(0, Death.HANG) is None
     assert scheduler.decide([0, 1, 2], SECOND, 80.0) == [Assign(0, 0, 1)]
-    assert scheduler.patience(0) == 4.0 and scheduler.lost(0, Death.HANG) == 0
+    assert scheduler.leniency(0) == 4.0 and scheduler.lost(0, Death.HANG) == 0
 
 
 # ---- what is known of a worker

@@ -131,7 +131,7 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     return outcome
 
 
-USUAL = batchopt.backends.process.scheduler.PATIENCE, batchopt.backends.process.scheduler.WORTHWHILE
+USUAL = batchopt.backends.process.scheduler.GRACE, batchopt.backends.process.scheduler.WORTHWHILE
 
 
 def play(case: dict[str, Any], folder: Path) -> None:
@@ -139,7 +139,7 @@ def play(case: dict[str, Any], folder: Path) -> None:
     faulthandler.dump_traceback_later(50, exit=True)
     scheduler = batchopt.backends.process.scheduler
     # if not late, each chunk is evaluated once, but for the fault
-    scheduler.PATIENCE, scheduler.WORTHWHILE = USUAL if case.get("late") else (1e9, 1e9)
+    scheduler.GRACE, scheduler.WORTHWHILE = USUAL if case.get("late") else (1e9, 1e9)
     started = time.monotonic()
     try:
         outcome = run_tasks(case) if case.get("tasks") else run(case, folder)

@@ -107,15 +107,15 @@ class ProcessBackend(WorkerGroup, Backend):
         super().__init__(setup, holder)
 
     def prepare(self, batch: Batch, ahead: bool = False) -> Prepared:
-        slot, late = self._slot_for(ahead)
+        slot, in_use = self._slot_for(ahead)
         before, plain = self._placed[slot], batch.plain
-        if before is not None and plain is not None and plain.form == before.form and not late:
+        if before is not None and plain is not None and plain.form == before.form and not in_use:
             for view, tensor in zip(before.views, plain.tensors, strict=True):
                 view.copy_(tensor)
             return PlacedBatch(batch, slot, before.memory, before.load, before.form, before.views, before.key)
         with sending("the batch", batch):
             packed = pack(batch)
-        return self._place(batch, packed, slot, late)
+        return self._place(batch, packed, slot, in_use)
 
     def place(self, packed: Packed) -> Prepared:
         """Place a batch that another machine has packed; its tensors lie in memory that the workers read."""
@@ -129,14 +129,14 @@ class ProcessBackend(WorkerGroup, Backend):
         self.detach(batch_name(spare))
 
     def _slot_for(self, ahead: bool) -> tuple[int, bool]:
-        """Return where the next batch goes, and whether that must be new memory: a late worker may read the old one."""
+        """Return where the next batch goes, and whether the memory there is in use: a late worker may read it."""
         # A worker reads the present batch only while it evaluates.
         slot = 1 - self._slot if ahead or not self.is_free else self._slot
         return slot, slot != self._slot and self.is_reading(slot)
 
-    def _place(self, batch: Batch, packed: Packed, slot: int, late: bool) -> PlacedBatch:
+    def _place(self, batch: Batch, packed: Packed, slot: int, in_use: bool) -> PlacedBatch:
         memory, plain = self._slots[slot], batch.plain
-        if memory is None or packed.nbytes > memory.nbytes or late:
+        if memory is None or packed.nbytes > memory.nbytes or in_use:
             memory = self._slots[slot] = SharedBlock.create(packed.nbytes)
         views = packed.place(memory)
         load = call(Activity.BATCH, Session.load, batch_name(slot), packed.data, packed.placements)

@@ -274,7 +274,7 @@ class WorkerGroup:
 
     def collected(self, columns: Sequence[Column], samples: int) -> list[torch.Tensor]:
         """See `Backend.collected`."""
-        return self.results.read(columns, samples, late=not self.is_free)
+        return self.results.read(columns, samples, in_use=not self.is_free)
 
     def end_task(self) -> None:
         """See `Backend.end_task`."""
@@ -332,7 +332,7 @@ class WorkerGroup:
         gather.abandon(self._pool.workers.values())
         for worker in self._pool.workers.values():
             worker.stderr.pass_on()
-        pattern = Pattern(gather.answers(), cut.chunks, self._stragglers.late)
+        pattern = Pattern(gather.answers(), cut.chunks, self._stragglers.measured)
         if not self._stragglers and self._pool.is_settled:
             repeats.settled_at = self._pool.stamp
             if self._can_be_repeated(gather, kind, pattern):
@@ -347,7 +347,7 @@ class WorkerGroup:
             or self._subjects[True].writes
         ):
             return False
-        return not pattern.late and gather.went_as_planned and all(answer.is_silent for answer in pattern.answers)
+        return not pattern.stragglers and gather.went_as_planned and all(answer.is_silent for answer in pattern.answers)
 
     def _prepare(self, cut: Cut, order: Order) -> None:
         """Have workers know all that an order needs."""
@@ -421,8 +421,8 @@ class WorkerGroup:
             rows = most_held(run.first, run.last, cut.chunks, gather.held(worker))
             terms, device = len(setup.program.loss_fns), setup.flat.vector.device
             worker.make_room(rows, setup.flat.layout, setup.buffers.size, terms, device)
-        patience = gather.scheduler.patience(run.first)
-        worker.order(next(self._numbers), gather.order, run.first, run.last, self._start, patience)
+        leniency = gather.scheduler.leniency(run.first)
+        worker.order(next(self._numbers), gather.order, run.first, run.last, self._start, leniency)
 
     def _receive_other_failures(self, gather: ProcessGather) -> None:
         """Wait a little for other workers' replies, so that the same failure is raised each time."""

@@ -43,7 +43,7 @@ class Stragglers(Listener):
     def __init__(self, paces: Mapping[Kind, dict[int, float]]) -> None:
         """Update `paces` (seconds per sample, by rank)."""
         self.paces = paces
-        self.late: Mapping[int, Pace] = {}  # measurements of workers that were late in the last evaluation
+        self.measured: Mapping[int, Pace] = {}  # measurements of workers that were late in the last evaluation
         self._left: dict[WorkerProcess, _Left] = {}
         self._found: dict[Kind, dict[int, Pace]] = {kind: {} for kind in paces}
 
@@ -73,13 +73,13 @@ class Stragglers(Listener):
         self._left.pop(worker, None)
 
     def measure(self, kind: Kind, living: Iterable[WorkerProcess]) -> None:
-        """Set `late` to the measurements, by rank, since the last call, of orders of that kind: the time that finished
-        ones took, and the time so far of the others."""
+        """Set `measured` to the measurements, by rank, since the last call, of orders of that kind: the time that
+        finished ones took, and the time so far of the others."""
         now, there = time.monotonic(), set(living)
         self._left = {worker: left for worker, left in self._left.items() if worker in there and worker.evaluates}
         for worker, left in self._left.items():
             self._note(worker, left, left.samples, now - left.since)
-        self.late, self._found[kind] = self._found[kind], {}
+        self.measured, self._found[kind] = self._found[kind], {}
 
     def _note(self, worker: WorkerProcess, left: _Left, samples: int, seconds: float) -> None:
         if samples > 0 and seconds > 0:
@@ -115,4 +115,4 @@ def allowance(
     of_kind = paces[order.kind]
     pace = of_kind.get(worker.rank, max(of_kind.values(), default=None))
     floor = UNKNOWN if reading else FLOOR
-    return worker.given.patience * (UNKNOWN if pace is None else max(floor, FACTOR * pace * largest))
+    return worker.given.leniency * (UNKNOWN if pace is None else max(floor, FACTOR * pace * largest))

@@ -31,7 +31,7 @@ from batchopt_workers.wire.page import (
 
 # Times as long as the previous evaluation, and seconds more, after which a worker may be late: the rest is not a
 # repetition.
-LONGER, PATIENCE = 3.0, 0.05
+LONGER, GRACE = 3.0, 0.05
 # Seconds after which the parent looks without having been woken up: see `page`.
 LOOK = 1e-3
 NO_LOSSES: Array = np.empty(0)  # of totals
@@ -68,7 +68,7 @@ class Repeat:
             faults.point("parent.rung")
         if meanwhile is not None:
             meanwhile()
-        until, pause = time.perf_counter() + LONGER * self._seconds + PATIENCE, self._seconds
+        until, pause = time.perf_counter() + LONGER * self._seconds + GRACE, self._seconds
         at_work = True
         while at_work:
             for fd, _ in poll.poll(max(pause, LOOK)):

@@ -117,6 +117,6 @@ class Results:
         """Note that nothing was written to the file of the task, whose results were summed."""
         self._file.leave_unwritten()
 
-    def read(self, columns: Sequence[Column], samples: int, late: bool) -> list[torch.Tensor]:
-        """Return the rows of `samples` samples that were written last; `late`: a worker may still be writing."""
-        return self._file.read(columns, samples, late)
+    def read(self, columns: Sequence[Column], samples: int, in_use: bool) -> list[torch.Tensor]:
+        """Return the rows of `samples` samples that were written last; `in_use`: a worker may still be writing."""
+        return self._file.read(columns, samples, in_use)

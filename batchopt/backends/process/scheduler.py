@@ -67,14 +67,14 @@ class Ledger:
         return ChunkRun(first, last) if first < last else None
 
 
-def due(since: float, seconds: float | None, patience: float) -> float:
-    """Return the time from which work begun at `since` is late, given its expected seconds: after `patience` at the
+def due(since: float, seconds: float | None, grace: float) -> float:
+    """Return the time from which work begun at `since` is late, given its expected seconds: after `grace` at the
     earliest, and never if the expectation is unknown."""
-    return math.inf if seconds is None else since + max(patience, LATE * seconds)
+    return math.inf if seconds is None else since + max(grace, LATE * seconds)
 
 
 # A chunk is late after this many seconds at the earliest.
-PATIENCE = 0.05
+GRACE = 0.05
 # Seconds of work that justify a message: smaller remainders are not stolen.
 WORTHWHILE = 0.002
 
@@ -107,7 +107,7 @@ class Death(Enum):
 
 # The multiple of the usual time that a chunk must have had before it is abandoned because workers hang in it: copies of
 # it may have hung at the same time.
-PATIENT = 4.0
+LENIENT = 4.0
 # How much a death counts against the current chunk.
 WEIGHTS = {Death.FAULT: 1.0, Death.HANG: 1.0, Death.OUTSIDE: 0.5}
 
@@ -117,15 +117,15 @@ class _WorkerTask:
     """The chunks of a worker: it has been evaluating `next` since `since` (seconds on any clock), and goes on to
     `last`.
 
-    It was assigned those up to `given`, and may have begun one after `last` before it received a limit. `patience`: the
-    value of `WorkerScheduler.patience` then. `alone`: whether this is the last trial of a chunk, without copies.
+    It was assigned those up to `given`, and may have begun one after `last` before it received a limit. `leniency`: the
+    value of `WorkerScheduler.leniency` then. `alone`: whether this is the last trial of a chunk, without copies.
     """
 
     next: int
     last: int
     given: int
     since: float
-    patience: float
+    leniency: float
     alone: bool
 
 
@@ -144,7 +144,7 @@ class WorkerScheduler:
         self._copies = copies
         self._tasks: dict[int, _WorkerTask] = {}
         self._blame: dict[int, float] = {}
-        self._patience: dict[int, float] = {}
+        self._leniency: dict[int, float] = {}
 
     @property
     def missing(self) -> int:
@@ -197,14 +197,14 @@ class WorkerScheduler:
         self.ledger.losses[chunk] += 1
         self._blame[chunk] = self._blame.get(chunk, 0.0) + WEIGHTS[death]
         if death is Death.HANG:
-            self._patience[chunk] = max(self.patience(chunk), 2.0 * task.patience)
-        has_had_time = death is not Death.HANG or task.patience >= PATIENT
+            self._leniency[chunk] = max(self.leniency(chunk), 2.0 * task.leniency)
+        has_had_time = death is not Death.HANG or task.leniency >= LENIENT
         is_to_blame = task.alone and has_had_time and self._blame[chunk] >= POISONOUS
         return chunk if is_to_blame and self.ledger.is_missing(chunk) else None
 
-    def patience(self, chunk: int) -> float:
+    def leniency(self, chunk: int) -> float:
         """Return the factor by which a worker may exceed its usual time: doubled by each trial in which one hung."""
-        return self._patience.get(chunk, 1.0)
+        return self._leniency.get(chunk, 1.0)
 
     def _is_suspect(self, chunk: int) -> bool:
         """Tell whether one more death may show that the chunk is to blame. Such a chunk is in a run by itself."""
@@ -248,8 +248,8 @@ class WorkerScheduler:
     def _give(self, worker: int, run: ChunkRun | None, now: float) -> list[Assign | Limit]:
         if run is None:
             return []
-        patience, alone = self.patience(run.first), self._is_suspect(run.first)
-        self._tasks[worker] = _WorkerTask(run.first, run.last, run.last, now, patience, alone)
+        leniency, alone = self.leniency(run.first), self._is_suspect(run.first)
+        self._tasks[worker] = _WorkerTask(run.first, run.last, run.last, now, leniency, alone)
         return [Assign(worker, *run)]
 
     def _steal(self, worker: int, estimate: ChunkEstimate, now: float) -> list[Assign | Limit]:
@@ -299,7 +299,7 @@ class WorkerScheduler:
     def _due(self, worker: int, estimate: ChunkEstimate) -> float:
         """Return the time from which the worker is late with its current chunk."""
         task = self._tasks[worker]
-        return due(task.since, estimate(worker, task.next), PATIENCE)
+        return due(task.since, estimate(worker, task.next), GRACE)
 
     def _late(self, estimate: ChunkEstimate, now: float) -> ChunkRun | None:
         """Return a running chunk that is overdue on every worker that runs it."""

@@ -37,13 +37,13 @@ class ResultFile:
         """Begin a result: until it was read, nobody knows who may be writing."""
         self._forks = -1
 
-    def read(self, columns: Sequence[Column], samples: int, late: bool) -> list[torch.Tensor]:
+    def read(self, columns: Sequence[Column], samples: int, in_use: bool) -> list[torch.Tensor]:
         """Return the rows of `samples` samples, each column as a private tensor: a small one as a copy, a large one as
-        the file's own pages, which are copied when they are written. `late`: a worker may still be writing; then all
+        the file's own pages, which are copied when they are written. `in_use`: a worker may still be writing; then all
         are copies."""
         offsets, nbytes = places(columns, samples)
         self._seen = None
-        if late or nbytes <= _SMALL:  # reading takes a fraction of the time in which pages are mapped
+        if in_use or nbytes <= _SMALL:  # reading takes a fraction of the time in which pages are mapped
             self.file.lengthen(nbytes, sparse=True)
             found = [torch.empty((samples, *c.shape), dtype=c.dtype, device="cpu") for c in columns]
             for tensor, offset in zip(found, offsets, strict=True):
@@ -52,7 +52,7 @@ class ResultFile:
             memory = self.file.private(nbytes)
             self._seen = weakref.ref(memory)
             found = [_tensor(memory, c.dtype, (samples, *c.shape), at) for c, at in zip(columns, offsets, strict=True)]
-        if not late:
+        if not in_use:
             self._forks = mapping.forks()
         return found
 

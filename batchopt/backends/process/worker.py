@@ -38,7 +38,7 @@ from batchopt_workers.wire.page import DONE, EVALUATION, NUMBER, Board
 RING = packet(0, Message.RING, b"")
 # Signals from outside; SIGKILL also comes from the kernel if memory is short.
 _SENT = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-_PATIENCE = " (if it was at work, give it more time: timeout=...)"
+_MORE_TIME = " (if it was at work, give it more time: timeout=...)"
 P = ParamSpec("P")
 
 
@@ -82,7 +82,7 @@ class PendingCall(NamedTuple):
 @dataclass
 class GivenOrder:
     """The last order that a worker was given, with that `number`, about chunks `first` up to `last`, from that `start`;
-    the last call before it was `after`. `patience`: the multiple of the usual time that it may take; `form`: that of
+    the last call before it was `after`. `leniency`: the multiple of the usual time that it may take; `form`: that of
     results that it had sent before."""
 
     number: int = 0
@@ -92,7 +92,7 @@ class GivenOrder:
     last: int = 0
     start: Start = field(default_factory=Start)
     after: int = 0
-    patience: float = 1.0
+    leniency: float = 1.0
     form: bytes = b""
 
 
@@ -212,13 +212,13 @@ class WorkerProcess:
         body = packet(number, Message.CALL, message.body, *files)
         self.todo.append(PendingCall(number, message.activity, body, [], name, field))
 
-    def order(self, number: int, order: Order, first: int, last: int, start: Start, patience: float = 1.0) -> None:
+    def order(self, number: int, order: Order, first: int, last: int, start: Start, leniency: float = 1.0) -> None:
         """Give it that part of an order, and ring for it, or queue a ring."""
         # One function, since evaluations that repeat do nothing else for a worker.
         given, page = self.given, self.page.ints
         given.number, given.evaluation, given.kind, given.first, given.last = number, order[0], order[4], first, last
         given.start, given.after = start, self.todo[-1].number if self.todo else self.answered
-        given.patience, given.form, self.since = patience, self.heard.form, time.monotonic()
+        given.leniency, given.form, self.since = leniency, self.heard.form, time.monotonic()
         numbers = order[0], order[1], order[4], first, last, *start, given.after
         page[EVALUATION:NUMBER] = memoryview(array("q", numbers))
         page[NUMBER] = number
@@ -336,7 +336,7 @@ class WorkerProcess:
         activity = self.activity if killed is None else None
         doing = "" if activity is None else f" while {activity.value}"
         if killed is not None:
-            ended = f"{killed.why} and was killed{_PATIENCE if killed.hung else ''}"
+            ended = f"{killed.why} and was killed{_MORE_TIME if killed.hung else ''}"
         elif not self.process.ended:
             ended = f"cannot be ended: the kernel holds it{doing}"
         elif code is None:
