@@ -55,7 +55,7 @@ class Killer(threading.Thread):
             if (number := number - PARENT_STOPPED) < 0:
                 self._stop_parent()
             elif (number := number - TEMPLATE_STOPPED) < 0 and forkserver._kept:
-                self._strike(forkserver._kept[-1]._process.pid or 0, signal.SIGSTOP, "template stopped")
+                self._strike(forkserver._kept[-1]._process.pid, signal.SIGSTOP, "template stopped")
             elif (number := number - REENTERED) < 0:
                 os.kill(os.getpid(), signal.SIGUSR1)
             elif ready and (number := number - WORKER_STOPPED) < 0:

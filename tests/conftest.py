@@ -20,7 +20,6 @@ import pytest
 
 from batchopt.backends.process import forkserver
 from batchopt.backends.process.group import WorkerGroup
-from tests import preload
 
 gc.disable()  # collections while thousands of tests are made are a fifth of that time
 pytest.register_assert_rewrite("tests.backends.contract")
@@ -153,7 +152,8 @@ def is_fork_server(pid: int) -> bool:
 def preloaded_workers() -> Iterator[None]:
     """Those of this process are forked from one that has imported what the tests do."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("batchopt_workers.life.forkserver.main", preload.main)
+        start = forkserver.START.replace("batchopt_workers.life.forkserver", "tests.preload")
+        patch.setattr(forkserver, "START", start)
         patch.setattr(forkserver, "STARTING", 240.0)  # it imports more than a user's, beside other tests
         yield
 

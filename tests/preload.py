@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Sequence
-from multiprocessing.connection import Connection
 from typing import Any
 
 from batchopt_workers.life import forkserver
@@ -14,21 +12,17 @@ from batchopt_workers.life import forkserver
 # torch takes the last two for its first product, and its first optimizer or vmap.
 MODULES = "batchopt.ignite", "hypothesis", "psutil", "pytest", "scipy.optimize", "scipy.stats", "sympy", "torch._dynamo"
 
-serve = forkserver.main
 
-
-def lasting(
-    connection: Connection, parent: int, leash: int = -1, libraries: Sequence[str] = (), path: Sequence[str] = ()
-) -> None:
+def lasting(*arguments: Any) -> None:
     """As `forkserver.main`, but it does not end after a minute in which nobody needed it."""
     forkserver.LINGER = 3600.0
-    serve(connection, parent, leash, libraries, path)
+    forkserver.main(*arguments)
 
 
 def main(*arguments: Any) -> None:
-    """As `forkserver.main`; workers are as a user's where `BATCHOPT_TEST_BARE` is set."""
-    if "BATCHOPT_TEST_BARE" not in os.environ:
-        forkserver.LINGER = 3600.0  # a test that must start no process may come long after the last one with workers
-        for name in MODULES:
-            importlib.import_module(name)
-    serve(*arguments)
+    """As `lasting`; workers are as a user's where `BATCHOPT_TEST_BARE` is set."""
+    if "BATCHOPT_TEST_BARE" in os.environ:
+        forkserver.main(*arguments)
+    for name in MODULES:
+        importlib.import_module(name)
+    lasting(*arguments)  # a test that must start no process may come long after the last one with workers

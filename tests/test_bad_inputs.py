@@ -6,7 +6,6 @@ Left out are those about other machines, and those that a test needs running wor
 from __future__ import annotations
 
 import math
-import multiprocessing
 import pickle
 import subprocess
 import sys
@@ -108,27 +107,6 @@ class Curious(torch.optim.SGD):
 def test_an_optimizer_that_differentiates_the_gradient_is_told_of_products() -> None:
     with pytest.raises(BatchoptError, match=r"^Curious differentiates the gradient, .*: use opt\.hvp\(v\)"):
         step(optimizer=lambda p: Curious(p, lr=0.1))
-
-
-def test_a_daemonic_process_is_told_to_use_one_worker() -> None:
-    """As a worker of a `multiprocessing.Pool` is, and of a `DataLoader`."""
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
-    with ours, theirs:
-        process = context.Process(target=as_a_daemon, args=(theirs,), daemon=True)
-        process.start()
-        found, loss, automatic = ours.recv()
-        process.join()
-        process.close()
-    assert "this is a daemonic process" in found and "use parallelize=1 here" in found
-    assert math.isfinite(loss) and math.isfinite(automatic)
-
-
-def as_a_daemon(parent: Any) -> None:
-    try:
-        build()
-    except BatchoptError as error:
-        parent.send((str(error), step(), step(parallelize="auto")))
 
 
 def test_auto_is_one_worker_where_there_is_no_room_for_more(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,6 +161,25 @@ def test_workers_of_multiprocessing_and_of_a_loader_are_such_children(workers: i
         assert values(module) == before
 
 
+@pytest.mark.slow
+def test_a_daemonic_process_has_workers_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a loader's worker is, which may start no others with `multiprocessing`."""
+
+    class Losses(torch.utils.data.Dataset[float]):
+        def __len__(self) -> int:
+            return 1
+
+        def __getitem__(self, index: int) -> float:
+            assert multiprocessing.current_process().daemon
+            with build(Net(), 2) as opt:
+                return opt.step(X, Y)
+
+    monkeypatch.setenv("BATCHOPT_TEST_BARE", "1")
+    (found,) = torch.utils.data.DataLoader(Losses(), num_workers=1, multiprocessing_context="fork")
+    with build(Net(), 1) as alone:
+        assert found.item() == alone.step(X, Y)
+
+
 def test_without_memory_for_a_copy_there_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     module = Net()
     with build(module, 2):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 
 @contextmanager
@@ -25,3 +26,12 @@ def close_all(*fds: int) -> None:
     """Close each descriptor."""
     for fd in fds:
         os.close(fd)
+
+
+def standard_output() -> int:
+    """Return a descriptor of this process's current standard output; of /dev/null if it was started without one, since
+    its number may then belong to something else."""
+    if sys.__stdout__ is not None:
+        with suppress(OSError):  # closed since
+            return os.dup(1)
+    return os.open(os.devnull, os.O_WRONLY)

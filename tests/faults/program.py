@@ -17,10 +17,8 @@ import torch
 
 import batchopt
 import batchopt.backends.process.scheduler
-import batchopt_workers.life.forkserver
 from batchopt.backends.process import forkserver
 from batchopt.backends.process.backend import ProcessBackend
-from tests import preload
 from tests.faults.sitecustomize import install
 from tests.workloads import Workload, mlp
 
@@ -169,7 +167,9 @@ def main() -> None:
     ProcessBackend.local = False  # a single worker is a process here too
     # The process that workers are forked from is not replaced between two cases, however long tests of others take,
     # nor on a machine that stands still for seconds: the test would take the new one for something left behind.
-    batchopt_workers.life.forkserver.main = preload.lasting
+    forkserver.START = forkserver.START.replace(
+        "batchopt_workers.life.forkserver import main", "tests.preload import lasting as main"
+    )
     forkserver.ANSWERING = forkserver.STARTING
     if len(sys.argv) == 2:
         serve(Path(sys.argv[1]))

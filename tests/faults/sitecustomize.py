@@ -138,7 +138,7 @@ def install(folder: Path) -> None:
         faults.hook = LatestPlan(folder)
         return
     faults.hook = Plan(folder)
-    if "--multiprocessing-fork" in sys.orig_argv:
+    if "batchopt-forkserver" in sys.orig_argv:
         faults.point("forkserver.start")
 
 

@@ -54,10 +54,9 @@ class Events:
         for fd, event in events:
             if fd == self.fd:
                 os.eventfd_read(fd)
-                continue
-            if event & select.EPOLLOUT:
-                self.poll.modify(fd, select.EPOLLIN)
-            if fd in self._watched:  # else it was reaped since
+            elif fd in self._watched:  # else it was reaped since
+                if event & select.EPOLLOUT:
+                    self.poll.modify(fd, select.EPOLLIN)
                 yield self._watched[fd]
 
     def close(self) -> None:

@@ -1,5 +1,10 @@
-"""The parent's end of the process that workers are forked from (`batchopt_workers.life.forkserver`): started when
-the first worker is, and kept for the next ones."""
+"""The parent's end of the process that workers are forked from (`batchopt_workers.life.forkserver`): a plain
+subprocess, started when the first worker is, and kept for the next ones.
+
+It does not import the user's `__main__`, so no main guard is needed; it has an environment of its own; and it leads its
+own session, so that Ctrl-C in a terminal reaches the parent only. The kernel kills it when the parent ends, whatever it
+is doing then, and likewise its workers when it ends.
+"""
 
 from __future__ import annotations
 
@@ -9,30 +14,28 @@ import resource
 import select
 import signal
 import socket
+import subprocess
 import sys
 import sysconfig
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from itertools import count
-from multiprocessing import util
-
-import torch.multiprocessing as mp
+from multiprocessing import spawn, util
 
 from batchopt._machine.cores import share_cores
-from batchopt._machine.descriptors import apart_from_streams, close_all
-from batchopt.backends.process.spawn import LaunchedProcess, preparation, standard_output
+from batchopt._machine.descriptors import apart_from_streams, standard_output
 from batchopt.backends.process.stderr import Stderr
 from batchopt_workers.evaluate.program import Program
-from batchopt_workers.life import forkserver
-from batchopt_workers.life.forkserver import HAS_THREADS, OF_JOBS, REPLY, Command, CommandMessage, Descriptors
+from batchopt_workers.life.forkserver import HAS_THREADS, NUMBER, OF_JOBS, REQUEST, Descriptors
+from batchopt_workers.life.parent import tie
 
 # Timeouts in seconds of the fork server: to start and answer for the first time; to answer later, which takes
-# milliseconds; and to end the workers and their remaining processes once it is no longer needed.
+# milliseconds; and to be gone once it is killed.
 STARTING, ANSWERING, ENDING = 60.0, 2.0, 2.0
 # Seconds after which a start is reported as slow.
 SLOW = 5.0
+# The program that it runs, along the parent's path.
+START = "import sys; sys.path[:] = {path!r}; from batchopt_workers.life.forkserver import main; main{arguments}"
 logger = logging.getLogger("batchopt")
 
 _THREAD_VARIABLES = (
@@ -56,76 +59,58 @@ def worker_environment(threads: int) -> dict[str, str]:
     return {**_ALLOCATOR, **os.environ, **{name: str(threads) for name in _THREAD_VARIABLES}}
 
 
+def import_path() -> list[str]:
+    """Return the path along which this process imports."""
+    return [os.getcwd() if entry == "" else entry for entry in sys.path]
+
+
 class ForkServerError(OSError):
     """Raised if the fork server is gone, or does not answer."""
-
-
-class _Life:
-    """A worker process, until it is reaped."""
-
-    def __init__(self, origin: ForkServer, pid: int, sentinel: int) -> None:
-        self.origin, self.pid, self.sentinel = origin, pid, sentinel
-        self.ended = False
-        self.code: int | None = None
-
-    def kill(self) -> None:
-        """Kill it with all that it started, unless it was reaped: then its pid may belong to another process."""
-        if not self.ended and (self.origin.lives or not _is_readable(self.sentinel, 0.0)):
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
-
-    def reap(self) -> None:
-        """Reap a process that has ended. What it started is killed first, before its pid can be reused."""
-        self.kill()
-        self.ended = True
-        with suppress(ForkServerError):
-            self.code = self.origin.call(Command.REAP, self.pid)
-
-    def release(self, *ends: int) -> None:
-        """End the process if it has not ended, without waiting for it, and close descriptors."""
-        if not self.ended:
-            self.kill()
-            self.ended = True
-            with suppress(ForkServerError):
-                self.origin.tell(Command.FORGET, self.pid)
-        close_all(*ends)
 
 
 class ForkedProcess:
     """A worker process. It is killed, with all that it started, when this object is collected."""
 
-    def __init__(self, origin: ForkServer, pid: int, name: str, alive: int, parent_alive: int) -> None:
-        """Takes over two descriptors: `alive` becomes readable when the last process that has its other end is gone,
-        and the worker ends once `parent_alive` is closed."""
-        self.pid, self.name = pid, name
-        try:
-            self.sentinel = os.pidfd_open(pid)  # readable at its end, even if other processes hold its files
-            os.close(alive)
-        except (AttributeError, OSError):  # not on Linux, or not allowed in this container
-            self.sentinel = alive
-        self._life = _Life(origin, pid, self.sentinel)
-        # At exit, before the fork server is ended, which reaps it.
-        util.Finalize(self, self._life.release, (self.sentinel, parent_alive), exitpriority=10)
+    def __init__(self, origin: ForkServer, pid: int, name: str, sentinel: int) -> None:
+        """Takes over the reading end of the worker's pipe: it becomes readable when the worker was reaped, or has ended
+        with the fork server."""
+        self.pid, self.name, self.sentinel = pid, name, sentinel
+        self.exitcode: int | None = None  # minus the signal that ended it; known once it has ended, unless by accident
+        self._origin, self._ended = origin, threading.Event()
+        util.Finalize(self, _release, (pid, sentinel, self._ended), exitpriority=10)  # before that of the fork server
 
     @property
     def ended(self) -> bool:
-        """Tell whether the process has ended, and reap it then."""
+        """Tell whether the process has ended."""
         self.join(0.0)
-        return self._life.ended
-
-    @property
-    def exitcode(self) -> int | None:
-        """The exit code once `ended`, or minus the signal that ended it; None if unknown."""
-        return self._life.code
+        return self._ended.is_set()
 
     def join(self, timeout: float) -> None:
         """Wait for its end, at most `timeout` seconds."""
-        if not self._life.ended and _is_readable(self.sentinel, timeout):
-            self._life.reap()
+        if self._ended.is_set():
+            return
+        self._origin.go_on()
+        if _is_readable(self.sentinel, timeout):
+            self.exitcode = _read(self.sentinel)
+            self._ended.set()
 
     def kill_group(self) -> None:
-        """SIGKILL the process and whatever it started, unless it was reaped."""
-        self._life.kill()
+        """SIGKILL the process and whatever it started, unless it has ended: then nothing of it is left."""
+        if not self._ended.is_set():
+            _kill(self.pid, self.sentinel)
+
+
+def _kill(pid: int, sentinel: int) -> None:
+    # The pipe is written before the process is reaped: until then its id belongs to no other one.
+    if not _is_readable(sentinel, 0.0):
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+
+
+def _release(pid: int, sentinel: int, ended: threading.Event) -> None:
+    if not ended.is_set():
+        _kill(pid, sentinel)
+    os.close(sentinel)
 
 
 def _is_readable(fd: int, timeout: float) -> bool:
@@ -133,6 +118,12 @@ def _is_readable(fd: int, timeout: float) -> bool:
     poll.register(fd, select.POLLIN)
     # if this process was stopped while it waited, the result is out of date
     return bool(poll.poll(timeout * 1000) or poll.poll(0))
+
+
+def _read(pipe: int) -> int | None:
+    """Return the next number in a worker's pipe; None if there is no other."""
+    data = os.read(pipe, NUMBER.size)
+    return NUMBER.unpack(data)[0] if len(data) == NUMBER.size else None
 
 
 class ForkServer:
@@ -143,132 +134,107 @@ class ForkServer:
         available."""
         self.key = key
         self._owner = os.getpid()
-        self._lock = threading.RLock()
-        self._numbers = count(1)
-        self._answers: dict[int, int] = {}
-        self._serves = threading.Event()
         self._imports = ", ".join(["torch", *libraries])
-        with apart_from_streams():
-            self._start(environment, libraries)
-        with suppress(ForkServerError):  # it has ended already, and the first call says why
-            self.tell(Command.GREET, 0)  # answered once it serves
-        # Before multiprocessing waits at exit for its children.
-        util.Finalize(self, _end, (self._process, self._socket, self._leash, self._serves), exitpriority=5)
-
-    def _start(self, environment: Mapping[str, str], libraries: Sequence[str]) -> None:
-        self._stderr = Stderr()
-        ours, theirs = mp.get_context("spawn").Pipe(duplex=True)
-        self._socket = socket.socket(fileno=ours.fileno())
-        ours._handle = None  # type: ignore[attr-defined]  # the socket's now
-        leash, self._leash = os.pipe()
-        self._process = LaunchedProcess(
-            environment,
-            self._stderr.writer,
-            leash,
-            target=forkserver.main,
-            args=(theirs, self._owner, leash, libraries, preparation()["sys_path"]),
-            name="batchopt-forkserver",
-            daemon=True,
-        )
-        try:
-            with theirs:
-                self._process.start()
-        except BaseException:
-            self._socket.close()
-            os.close(self._leash)
-            raise
-        finally:
-            os.close(leash)
-            self._stderr.close_writer()
+        with apart_from_streams(), ExitStack() as ours, ExitStack() as theirs:
+            self._stderr = Stderr()
+            theirs.callback(self._stderr.close_writer)
+            self._socket, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            ours.enter_context(self._socket)
+            theirs.enter_context(end)
+            leash, held = os.pipe()
+            ours.callback(os.close, held)
+            theirs.callback(os.close, leash)
+            stdout = standard_output()
+            theirs.callback(os.close, stdout)
+            program = START.format(path=import_path(), arguments=(end.fileno(), self._owner, *libraries))
+            flags: list[str] = util._args_from_interpreter_flags()  # type: ignore[attr-defined]
+            self._process = subprocess.Popen(
+                [spawn.get_executable(), *flags, "-c", program, "batchopt-forkserver"],
+                pass_fds=(end.fileno(), leash),
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=self._stderr.writer,
+                env=environment,
+                start_new_session=True,
+            )
+            tie(leash, self._process.pid)
+            ours.pop_all()
+        util.Finalize(self, _end, (self._process, self._socket, held), exitpriority=5)
 
     @property
     def lives(self) -> bool:
         """Tell whether it can fork workers."""
-        return self._owner == os.getpid() and self._process.exitcode is None
+        return self._owner == os.getpid() and self._process.poll() is None
 
     @property
     def has_refused(self) -> bool:
         """Tell whether it has ended since a library started threads, which a fork would lose."""
-        return self._process.exitcode == HAS_THREADS
+        return self._process.poll() == HAS_THREADS
 
     @property
     def serves(self) -> bool:
         """Tell whether it has begun to serve, or has ended."""
-        with self._lock:
-            if not self._serves.is_set() and _is_readable(self._socket.fileno(), 0.0):
-                try:
-                    self._hear()
-                except ForkServerError:
-                    return True
-                self._serves.set()
-        return self._serves.is_set()
+        return _is_readable(self._socket.fileno(), 0.0)  # its greeting, which stays there
 
-    def call(self, task: Command, subject: int, *numbers: int, descriptors: tuple[int, ...] = ()) -> int:
-        """Return the answer to a request. Raises `ForkServerError` if there is none.
+    def go_on(self) -> None:
+        """Have it continue, if a signal has stopped it."""
+        if self.lives:
+            self._process.send_signal(signal.SIGCONT)
 
-        A request is sent, and an answer received, in one piece. So any interrupt, such as a garbage collection that
-        ends another worker, leaves requests and answers in order.
-        """
-        with self._lock:
-            number = self.tell(task, subject, *numbers, descriptors=descriptors)
-            began, said = time.monotonic(), False
-            while number not in self._answers:
-                if _is_readable(self._socket.fileno(), ANSWERING):
-                    self._hear()
-                    continue
-                silence = time.monotonic() - began
-                if silence >= SLOW and not said:
-                    said = True
-                    logger.info("waiting for the process that workers are forked from, which imports %s", self._imports)
-                if self._serves.is_set() or silence >= STARTING or self._process.is_stopped:
-                    self._process.kill()
-                    self._process.join(ENDING)
-                    raise ForkServerError(
-                        f"the process that workers are forked from did not answer for {silence:.0f} s"
-                    )
-            self._serves.set()
+    def fork(self, end: socket.socket, stderr: int, rank: int, world_size: int, threads: int) -> ForkedProcess:
+        """Fork a worker that serves `end`. Raises `ForkServerError` if the fork server is gone or silent,
+        `OSError` if no process or descriptor is available."""
+        ignored = sum(1 << number for number in OF_JOBS if callable(signal.getsignal(number)))  # handled here
+        with ExitStack() as ours:
+            sentinel, pipe = os.pipe()
+            ours.callback(os.close, sentinel)
+            with ExitStack() as theirs:
+                theirs.callback(os.close, pipe)
+                stdout = standard_output()
+                theirs.callback(os.close, stdout)
+                descriptors = Descriptors(end.fileno(), pipe, stdout, stderr)
+                with suppress(ConnectionError):  # it is gone, and so is the other end of the pipe
+                    socket.send_fds(self._socket, [REQUEST.pack(rank, world_size, threads, ignored)], descriptors)
+            if not self._answers(sentinel):
+                self._process.kill()
+                raise self._error("did not answer, and ended")
+            pid = _read(sentinel)
             self._stderr.pass_on()
-            return self._answers.pop(number)
+            if pid is None:
+                raise self._error("ended")
+            if pid < 0:
+                raise OSError(-pid, os.strerror(-pid))
+            ours.pop_all()
+        return ForkedProcess(self, pid, f"batchopt-worker-{rank}", sentinel)
 
-    def tell(self, task: Command, subject: int, *numbers: int, descriptors: tuple[int, ...] = ()) -> int:
-        """Send a request and return its number. Raises `ForkServerError` if the fork server is gone."""
-        if self._owner != os.getpid():
-            raise ForkServerError("this process is a fork of the one that started the fork server")
-        number = next(self._numbers)
-        try:
-            socket.send_fds(self._socket, [CommandMessage(number, task, subject, *numbers).encode()], list(descriptors))
-        except OSError as error:
-            raise self._gone() from error
-        return number
+    def _answers(self, pipe: int) -> bool:
+        """Wait for an answer in a worker's pipe, and tell whether there is one."""
+        self.go_on()
+        if self.serves:
+            return _is_readable(pipe, ANSWERING)
+        if _is_readable(pipe, SLOW):
+            return True
+        logger.info("waiting for the process that workers are forked from, which imports %s", self._imports)
+        self.go_on()
+        return _is_readable(pipe, STARTING)
 
-    def _hear(self) -> None:
-        try:
-            message = self._socket.recv(REPLY.size, socket.MSG_WAITALL)
-        except OSError as error:
-            raise self._gone() from error
-        if len(message) < REPLY.size:
-            raise self._gone()
-        number, answer = REPLY.unpack(message)
-        self._answers[number] = answer
-
-    def _gone(self) -> ForkServerError:
-        self._process.join(1.0)
+    def _error(self, what: str) -> ForkServerError:
+        """Wait for its end, and return the error that says how it came about."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(ENDING)
         self._stderr.pass_on()
         tail = f"\n--- its standard error ends with\n{self._stderr.tail}" if self._stderr.tail else ""
         return ForkServerError(
-            f"the process that workers are forked from ended with code {self._process.exitcode}{tail}"
+            f"the process that workers are forked from {what} with code {self._process.returncode}{tail}"
         )
 
 
-def _end(process: LaunchedProcess, end: socket.socket, leash: int, serves: threading.Event) -> None:
-    """Let it end by itself, with all remaining processes of workers; kill it if it has not begun to serve, or cannot
-    end."""
+def _end(process: subprocess.Popen[bytes], end: socket.socket, held: int) -> None:
     end.close()
-    if serves.is_set():
-        process.join(ENDING)
     process.kill()
-    process.join(1.0)
-    os.close(leash)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(ENDING)
+    os.close(held)
 
 
 # Those that the next workers may be forked from, the latest last. Another number of threads needs another one, and
@@ -287,7 +253,7 @@ def _fork_server(threads: int, libraries: Sequence[str] = ()) -> ForkServer:
     with suppress(AttributeError, OSError):  # not on this system, or forbidden in this sandbox
         affinity = os.sched_getaffinity(0)
     limits = [resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")]
-    key = (sys.executable, lasting, affinity, limits)
+    key = (spawn.get_executable(), lasting, affinity, limits)
     with _lock:
         if any(server.has_refused for server in _kept):
             libraries = ()
@@ -328,36 +294,7 @@ def is_ready() -> bool:
 
 def fork_worker(pipe: socket.socket, stderr: int, rank: int, world_size: int, threads: int) -> ForkedProcess:
     """Fork a worker that serves `pipe`. Raises `OSError` if no process or descriptor is available."""
-    for attempt in (1, 2):
-        origin = _fork_server(threads)
-        try:
-            return _fork(origin, pipe, stderr, rank, world_size, threads)
-        except ForkServerError:
-            if attempt == 2 or origin.lives:
-                raise
-    raise AssertionError
-
-
-def _handled() -> int:
-    """Return the signals that workers are to ignore, as bits: those of a job's scheduler that this process handles."""
-    return sum(1 << (number - 1) for number in OF_JOBS if callable(signal.getsignal(number)))
-
-
-def _fork(
-    origin: ForkServer, pipe: socket.socket, stderr: int, rank: int, world_size: int, threads: int
-) -> ForkedProcess:
-    with ExitStack() as ours, ExitStack() as theirs:
-        alive, its_life = os.pipe()
-        ours.callback(os.close, alive)
-        theirs.callback(os.close, its_life)
-        our_life, parent_alive = os.pipe()
-        ours.callback(os.close, parent_alive)
-        theirs.callback(os.close, our_life)
-        stdout = standard_output()
-        theirs.callback(os.close, stdout)
-        descriptors = Descriptors(pipe.fileno(), our_life, its_life, stdout, stderr)
-        pid = origin.call(Command.FORK, rank, world_size, threads, _handled(), descriptors=descriptors)
-        if pid < 0:
-            raise OSError(-pid, os.strerror(-pid))
-        ours.pop_all()
-        return ForkedProcess(origin, pid, f"batchopt-worker-{rank}", alive, parent_alive)
+    try:
+        return _fork_server(threads).fork(pipe, stderr, rank, world_size, threads)
+    except ForkServerError:  # another one may do better
+        return _fork_server(threads).fork(pipe, stderr, rank, world_size, threads)

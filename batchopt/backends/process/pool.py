@@ -36,8 +36,8 @@ from batchopt_workers.wire.page import DONE, REPORTS, fence
 INTERVAL = 0.25
 # Seconds in which a worker has to end by itself once the parent has closed its pipe.
 GRACE = 1.0
-# Seconds between the end of a worker's pipe and of its process, if that is what ended the pipe.
-HANGING_UP = 0.1
+# Seconds between the end of a worker's connection and the news of its end, if that is what closed it.
+HANGING_UP = 1.0
 
 # The seconds without progress after which a worker that does this counts as hung.
 Allowance = Callable[[WorkerProcess, Activity], float]
@@ -203,7 +203,7 @@ class Pool:
             except (EOFError, OSError):
                 gone = True
             if gone:
-                worker.process.join(HANGING_UP)  # a process that ends closes its pipe a moment before
+                worker.process.join(HANGING_UP)  # it is reaped by another process a moment later
                 if not worker.process.ended:
                     worker.kill("closed its pipe")
             self.receive(worker, listener)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
 import os
 import resource
 import sys
 from collections.abc import Mapping, Sequence
+from multiprocessing import process
+from typing import Any
 
 import torch
 
 from batchopt._program.unpicklable import sending
 from batchopt.backends.base import Setup
-from batchopt.backends.process.forkserver import worker_environment
-from batchopt.backends.process.spawn import preparation
+from batchopt.backends.process.forkserver import import_path, worker_environment
 from batchopt.backends.process.wanted import Activity, SessionCall
 from batchopt.backends.process.worker import call, call_with_block
 from batchopt.errors import BatchoptError
@@ -52,11 +52,6 @@ def _room() -> tuple[int, float]:
 
 def check_surroundings() -> None:
     """Raise `BatchoptError` where this process cannot start others."""
-    if multiprocessing.current_process().daemon:
-        raise BatchoptError(
-            "this is a daemonic process (of a multiprocessing.Pool, or a DataLoader's worker), which may start no "
-            "others: use parallelize=1 here, or parallelize in the process that started it"
-        )
     if not os.path.isdir("/proc/self/fd"):
         raise BatchoptError(
             "/proc is not mounted here, and worker processes need it: mount it (`mount -t proc proc /proc`), or use "
@@ -99,7 +94,7 @@ def startup_calls(
     """Return the calls for each field of what workers must have at first, and its value. Raises `TypeError` for a
     precode that cannot be sent."""
     environment = worker_environment(threads)
-    prepare = call(Activity.STARTING, Session.prepare, environment, preparation(), sys.getrecursionlimit())
+    prepare = call(Activity.STARTING, Session.prepare, environment, _preparation(), sys.getrecursionlimit())
     use = [
         call_with_block(Activity.INSTALLING, Session.attach, "parameters", parameters),
         call(Activity.INSTALLING, Session.use_parameters, setup.flat.layout),
@@ -117,3 +112,21 @@ def startup_calls(
         with sending("`precode`", setup.precode):
             found["precode"] = [call(Activity.PRECODE, Session.run, setup.precode)], None
     return found
+
+
+def _preparation() -> dict[str, Any]:
+    """Return multiprocessing's preparation data without `__main__` and without a start method."""
+    current = process.current_process()
+    if getattr(current, "_inheriting", False):
+        raise RuntimeError(
+            "batchopt was started while a spawned child was importing the main script: "
+            'put the script under `if __name__ == "__main__":`'
+        )
+    return {
+        "log_to_stderr": False,
+        "authkey": bytes(current.authkey),
+        "sys_path": import_path(),
+        "sys_argv": sys.argv,
+        "dir": os.getcwd(),
+        "orig_dir": process.ORIGINAL_DIR,  # type: ignore[attr-defined]
+    }

@@ -340,7 +340,7 @@ class WorkerProcess:
         elif not self.process.ended:
             ended = f"cannot be ended: the kernel holds it{doing}"
         elif code is None:
-            ended = f"ended{doing}"
+            ended = f"ended with the process that it was forked from{doing}"
         elif code < 0:
             ended = f"was killed by {_signal_name(-code)}{doing}{_hint(code)}"
         else:

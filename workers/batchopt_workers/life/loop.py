@@ -5,14 +5,11 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import io
-import multiprocessing
 import os
 import pickle
 import select
-import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -23,7 +20,6 @@ import torch
 from batchopt_workers.evaluate.work import ChunkDone
 from batchopt_workers.functions.forms import Form
 from batchopt_workers.life import faults
-from batchopt_workers.life.parent import end, end_with, tie
 from batchopt_workers.life.session import Session
 from batchopt_workers.wire.failures import describe, tell_parent
 from batchopt_workers.wire.memory import octets
@@ -155,21 +151,10 @@ def _carry_out(mailbox: _Mailbox, session: Session, told: SentForms, made: int) 
     return 0.0 if report is None else report.seconds
 
 
-def main(pipe: socket.socket, rank: int, world_size: int, threads: int, ignored: int) -> None:
-    """Run a worker process, from its first message to the parent's last; it ignores the signals with these bits."""
-    for number in (signal.SIGINT, *(number for number in signal.Signals if ignored >> (number - 1) & 1)):
-        signal.signal(number, signal.SIG_IGN)  # handled by the parent only
+def main(pipe: socket.socket, rank: int, world_size: int, threads: int) -> None:
+    """Run a worker process, from its first message to the parent's last."""
     faulthandler.enable(all_threads=False)  # the other threads are internal, and of no interest
-    pipe.set_inheritable(False)
-    parent = multiprocessing.parent_process()
-    assert parent is not None and parent.pid is not None
-    os.set_inheritable(parent.sentinel, False)
-    if os.getpgrp() == os.getpid():
-        tie(parent.sentinel, os.getpgrp())
-    watched = parent.pid, parent.sentinel
-    threading.Thread(target=end_with, args=watched, name="batchopt-parent-watch", daemon=True).start()
     torch.set_num_threads(threads)
-    faults.rank = rank
     faults.end_copies()
     tell_parent()
     faults.point("worker.greet")
@@ -179,7 +164,7 @@ def main(pipe: socket.socket, rank: int, world_size: int, threads: int, ignored:
     atexit._run_exitfuncs()  # the user's code may have registered some
     sys.stdout.flush()
     sys.stderr.flush()
-    end(0)
+    os._exit(0)
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle's class is untyped

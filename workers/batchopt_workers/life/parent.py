@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+from contextlib import suppress
 from multiprocessing.connection import wait
 
 _F_SETSIG = 10  # Linux; Python does not name it
@@ -18,22 +19,11 @@ def tie(leash: int, group: int) -> None:
     fcntl.fcntl(leash, fcntl.F_SETFL, fcntl.fcntl(leash, fcntl.F_GETFL) | os.O_ASYNC)
 
 
-def end(code: int) -> None:
-    """End this process and everything that it started."""
-    if os.getpgrp() == os.getpid():
-        os.killpg(0, signal.SIGKILL)
-    os._exit(code)
-
-
 def end_with(parent: int, leash: int) -> None:
-    """Wait for the end of the process `parent`, or of the other end of the pipe `leash`, and end this process then."""
+    """Wait for the end of the process `parent`, or of the other end of the pipe `leash`, and kill the group of this
+    process then."""
     watched = [leash]
-    if hasattr(os, "pidfd_open"):  # another process may hold the other end
-        try:
-            watched.append(os.pidfd_open(parent))
-        except ProcessLookupError:
-            end(1)
-        except OSError:  # not allowed in this container
-            pass
+    with suppress(AttributeError, OSError):  # not on this system, or not allowed in this container
+        watched.append(os.pidfd_open(parent))  # another process may hold the other end
     wait(watched)
-    end(1)
+    os.killpg(0, signal.SIGKILL)
