@@ -288,6 +288,7 @@ build(backend="ray", ray_options={"max_restarts": 3}) -> ValueError: may not hav
 build(backend="ray", ray_options={"num_cpus": -1}) -> ValueError: 'num_cpus' is what one worker takes, a number >= 0; go
 build(backend="ray", ray_options={"num_gpus": "all"}) -> ValueError: 'num_gpus' is what one worker takes...got 'all'
 build(backend="ray", devices=["cpu", "cpu"]) -> ValueError: on Ray use ray_options={'num_gpus': 1}
+build(backend="ray", compile=True) -> ValueError: `compile` is for workers of this machine and for ranks
 build(ray_options={}) -> ValueError: `ray_options` are for backend='ray', got backend='process'
 build(terms={}) -> ValueError: `terms` is empty: give one Term at least
 build(terms=[Term(misfit)]) -> TypeError: `terms` must be a dict of names and batchopt.Term, got list

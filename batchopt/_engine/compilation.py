@@ -23,7 +23,7 @@ from batchopt._engine.evaluating import Evaluating
 from batchopt._engine.reporter import warn
 from batchopt._engine.step import Step
 from batchopt._machine.cores import share_cores
-from batchopt._program.compiler import Compiling
+from batchopt._program.compiler import Compiler
 from batchopt._program.program import PickledProgram
 from batchopt.errors import BatchoptError, CompileError, WorkerError
 from batchopt_workers.batch.batch import Batch, Piece
@@ -97,7 +97,7 @@ class Compilation:
         self.phase, self.reason = Stage.EAGER, "nothing was evaluated yet"
         self.keys: tuple[str, ...] = ()  # of the libraries in use
         self.expected: tuple[str, ...] | None = None  # those of the run that is resumed; None: of no other
-        self._compiler: Compiling | None = None
+        self._compiler: Compiler | None = None
         self._target: Target | None = None
         self._pieces: Pieces | None = None
         self._libraries: dict[Target, dict[PieceForm, Artifact | str]] = {}
@@ -164,7 +164,6 @@ class Compilation:
     def _target_of(self, engine: Evaluating, step: Step) -> Target:
         pieces = self._pieces = _pieces_of(step, self._pieces)
         workers, (count, threads, *_) = engine.workers, engine.workers.way
-        threads = threads or workers.backend.threads_each
         threads = threads or (torch.get_num_threads() if workers.alone else min(share_cores(count, None)))
         is_watched = workers.hooks != (None, None) or workers.mode.outputs
         forms = frozenset(pieces.found)
@@ -173,7 +172,7 @@ class Compilation:
     def _begin(self, engine: Evaluating, step: Step, target: Target) -> None:
         """Find what is known for the target; request what is not."""
         self.phase = Stage.EAGER
-        self._compiler = self._compiler or engine.workers.backend.compiler()
+        self._compiler = self._compiler or Compiler()
         reason = self._compiler.obstacle() or _obstacle(engine, step, target)
         there = self._libraries.setdefault(target.without_forms, {})
         assert self._pieces is not None

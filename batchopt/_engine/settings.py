@@ -117,7 +117,10 @@ class Settings:
         if candidates:
             _check_candidates(settings)
         if settings.compile and not kind.compiles:
-            raise ValueError(f"`compile` is not possible with backend={settings.backend!r}: leave it out")
+            raise ValueError(
+                f"`compile` is for workers of this machine and for ranks, got backend={settings.backend!r}, whose "
+                "machines may not make the same code: leave it out"
+            )
         threads = settings.threads_per_worker
         speeds = arguments.read_speeds(found["speeds"], None if kind.has_peers else workers)  # of all ranks, later
         if threads is None and settings.fixed_bits:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import torch
 
@@ -99,26 +99,6 @@ def _known(request: Request) -> Reply | None:
     return reply if all(os.path.exists(artifact.path) for artifact in artifacts) else None
 
 
-class Compiling(Protocol):
-    """The processes that compile for a backend's workers: one on each machine."""
-
-    def obstacle(self) -> str | None:
-        """Return why nothing can be compiled there, as far as it is known before; None if there is no reason."""
-
-    @property
-    def is_busy(self) -> bool:
-        """Tell whether a request is being carried out."""
-
-    def request(self, request: Request) -> None:
-        """Begin to carry out a request; there may be one at a time."""
-
-    def reply(self, waits: bool) -> Reply | str | None:
-        """Return the reply, or why there will be none; None if there is none yet, unless it `waits`."""
-
-    def close(self) -> object:
-        """End them, and what they do."""
-
-
 class Compiler:
     """A process that carries out one request after the other. It ends with this object, or with this process."""
 
@@ -130,11 +110,12 @@ class Compiler:
         self._end: Callable[[], object] = lambda: None
 
     def obstacle(self) -> str | None:
-        """See `Compiling.obstacle`."""
+        """Return why nothing can be compiled here, as far as it is known before; None if there is no reason."""
         return obstacle()
 
     def request(self, request: Request) -> None:
-        """See `Compiling.request`. Raises `BatchoptError` if there is no directory for what is compiled."""
+        """Begin to carry out a request; there may be one at a time. Raises `BatchoptError` if there is no directory for
+        what is compiled."""
         assert not self.is_busy
         request = request._replace(directory=str(directory()))
         reply = _known(request)
@@ -185,7 +166,7 @@ class Compiler:
         return self._found[0]
 
     def close(self) -> None:
-        """See `Compiling.close`."""
+        """End the process, and what it does."""
         self._end()
         self._process, self._thread, self._found = None, None, []
 

@@ -11,7 +11,6 @@ import torch
 
 from batchopt._data.arguments import read_parallelize
 from batchopt._mapreduce.reduce import Answers
-from batchopt._program.compiler import Compiler, Compiling
 from batchopt._program.flat_module import Gradient
 from batchopt._program.flatten import Flat
 from batchopt.backends.nodes.compression import Compression
@@ -164,15 +163,6 @@ class Backend(ABC):
     def version(self) -> object:
         """The version of the program that workers have: another object after each change of it. None if it does not
         compile."""
-        return None
-
-    def compiler(self) -> Compiling:
-        """Return what compiles for its workers, if it `compiles`."""
-        return Compiler()
-
-    @property
-    def threads_each(self) -> int | None:
-        """The threads of each worker, if it is on a machine of which this process does not know."""
         return None
 
     @abstractmethod

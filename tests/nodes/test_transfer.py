@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchopt._data.batches import BatchSpec, read_batch
-from batchopt.backends.nodes.compiling import merged
 from batchopt.backends.nodes.group import pickled
 from batchopt.backends.nodes.placing import Placed
 from batchopt.backends.nodes.roster import TRANSITIONS, Member, State
@@ -19,7 +18,6 @@ from batchopt.backends.nodes.transfer import BLOCK, KnownBatch, ProgramVersion, 
 from batchopt.backends.nodes.wanted import NodeMode, NodeSetup, StepStart, TaskStart, Wanted, World, lacking
 from batchopt_workers.batch.batch import Batch
 from batchopt_workers.life.torch_settings import TorchSettings
-from batchopt_workers.shortcuts.form import Artifact, PieceForm, Reply
 from batchopt_workers.wire.orders import Cut
 from batchopt_workers.wire.packing import pack
 from batchopt_workers.wire.structures import tensors_in
@@ -152,7 +150,6 @@ WANT = Wanted(
     World(range(2), 4),
     TorchSettings.current(),
     version(1.0, 2.0, data=DATA),
-    (),
     NodeMode(),
     SentRows.of(BATCH, range(10)),
     StepStart((1.0,)),
@@ -196,36 +193,3 @@ def test_what_a_node_has_is_forgotten_but_for_workers_that_work() -> None:
         member.on("joins")
     member.on("ends")
     assert not any((State.ENDED, event) in TRANSITIONS for _, event in TRANSITIONS)
-
-
-# ---- what nodes reply that were to compile
-
-
-def reply(*found: str, seconds: float = 1.0) -> Reply:
-    """Of libraries with these keys, or reasons."""
-    forms = [PieceForm(i, (), (), ()) for i in range(len(found))]
-    artifacts = [Artifact(key, f"/{key}", form, 1, 9, (), (), ()) for key, form in zip(found, forms, strict=True)]
-    return Reply({a.form: f"because {a.key}" if " " in a.key else a for a in artifacts}, seconds)
-
-
-@pytest.mark.parametrize(
-    ("replies", "found"),
-    [
-        ([reply("a"), None], None),
-        ([reply("a"), "there is no compiler"], "there is no compiler"),
-        ([reply("a", "b"), reply("a", "b")], ["a", "b"]),
-        ([reply("a", "b"), reply("a", "it is odd")], ["a", "because it is odd"]),
-        (
-            [reply("a"), reply("b")],
-            ["the nodes compile it to different libraries: their processors or compilers differ"],
-        ),
-        ([reply("a", seconds=1.0), reply("a", seconds=3.0)], ["a"]),
-    ],
-)
-def test_nodes_agree_or_there_is_a_reason(replies: list[Any], found: Any) -> None:
-    whole = merged(replies)
-    if isinstance(whole, Reply):
-        assert [one if isinstance(one, str) else one.key for one in whole.found.values()] == found
-        assert whole.seconds == max(one.seconds for one in replies)
-    else:
-        assert whole == found

@@ -32,7 +32,6 @@ import torch
 from batchopt._mapreduce.answers import Answer
 from batchopt._program.unpicklable import check_module, sending
 from batchopt.backends.base import Meanwhile, Mode, Prepared, Run, Setup, WorkerInfo
-from batchopt.backends.nodes.compiling import NodesCompiler
 from batchopt.backends.nodes.members import Members
 from batchopt.backends.nodes.node import Command
 from batchopt.backends.nodes.placing import Placer
@@ -48,7 +47,6 @@ from batchopt_workers.evaluate.program import Program
 from batchopt_workers.functions.forms import Column
 from batchopt_workers.functions.task import Task
 from batchopt_workers.life.torch_settings import TorchSettings, module_hooks
-from batchopt_workers.shortcuts.form import Request
 from batchopt_workers.wire.memory import octets
 from batchopt_workers.wire.orders import TASKS, Cut, Order
 from batchopt_workers.wire.packing import dumps, pack
@@ -67,8 +65,6 @@ class Subject(NamedTuple):
 
 class NodesBackend(TeamBackend):
     """`setup.workers` workers on nodes. They end with this object, with this process, or at `close`."""
-
-    compiles = True
 
     @classmethod
     def check(cls, setup: Setup) -> None:
@@ -124,26 +120,9 @@ class NodesBackend(TeamBackend):
         before = self._setup.program
         if not mode.is_of(before):
             self._follow(replace(before, prehook=mode.prehook, posthook=mode.posthook))
-        wanted = NodeMode(mode.hooked, mode.outputs, tuple([artifact.key for artifact in mode.artifacts]))
+        wanted = NodeMode(mode.hooked, mode.outputs)
         if self._want.mode != wanted:
             self._want = self._want._replace(mode=wanted)
-
-    @property
-    def version(self) -> object:
-        return self._versions.latest.data
-
-    @property
-    def threads_each(self) -> int:
-        return self.threads()
-
-    def compiler(self) -> NodesCompiler:
-        return NodesCompiler(self._compile, lambda: self._meet("tell_compiled"))
-
-    def _compile(self, request: Request) -> None:
-        """Have all nodes compile, and those that come later, also what was requested before for the same program."""
-        before = [one for one in self._want.requests or () if one.program == request.program and one != request]
-        self._want = self._want._replace(requests=(*before, request))
-        self._meet("tell_compiled")
 
     def _follow(self, program: Program | None = None) -> None:
         """Take over the user's current program, or this one. Raises `TypeError` if it cannot be sent."""

@@ -29,7 +29,6 @@ from batchopt.backends.nodes.group import Group, address_towards, dist
 from batchopt.backends.nodes.session import NodeSession
 from batchopt.backends.nodes.team import Evaluation, Team
 from batchopt.errors import NodeLostError
-from batchopt_workers.shortcuts.form import Reply
 from batchopt_workers.wire.orders import TASKS, versions
 
 # Seconds between two signs of life.
@@ -115,9 +114,6 @@ class Node:
 
     def _run(self, team: Team, function: bytes) -> list[bytes]:
         return self.session.run(*pickle.loads(function))
-
-    def _tell_compiled(self, team: Team) -> Reply | str | None:
-        return self.session.compiled()
 
 
 def serve(address: str, port: int, number: int) -> None:

@@ -14,7 +14,6 @@ import torch
 
 from batchopt._program.flatten import Flat
 from batchopt.backends.base import Mode, Prepared, Setup
-from batchopt.backends.nodes.compiling import Libraries
 from batchopt.backends.nodes.transfer import ProgramUpdate, RowsUpdate, made, unpacked
 from batchopt.backends.nodes.wanted import NodeMode, NodeSetup, StepStart, TaskStart, World
 from batchopt.backends.nodes.wire import Wire, wire_of
@@ -24,7 +23,6 @@ from batchopt_workers.batch.batch import Batch
 from batchopt_workers.evaluate.program import Program
 from batchopt_workers.evaluate.state import ModuleState
 from batchopt_workers.life.torch_settings import TorchSettings
-from batchopt_workers.shortcuts.form import Reply, Request
 from batchopt_workers.wire.memory import SharedBlock
 from batchopt_workers.wire.orders import Cut
 from batchopt_workers.wire.packing import assemble, dumps
@@ -46,7 +44,6 @@ class NodeSession:
         self.cuts = {False: Cut((0,)), True: Cut((0,))}  # of the batch, and of the task's
         self._batch = Prepared(Batch(()))  # of the step, with the rows that are here
         self._aside: Batch | None = None  # the task's own
-        self._libraries = Libraries()
 
     def take(self, name: str, value: Any) -> None:
         """Take a field of what this node must have."""
@@ -110,17 +107,9 @@ class NodeSession:
         self.wire = wire_of(found)
         self.workers = ProcessBackend(found, Holder(lambda: self._torch, lambda: self._sent[0].module_hooks))
 
-    def _take_requests(self, requests: tuple[Request, ...]) -> None:
-        self._libraries.begin(requests)
-
     def _take_mode(self, mode: NodeMode) -> None:
-        program, artifacts = self._sent[0], self._libraries.of(mode.keys)
-        found = Mode(program.prehook, program.posthook, mode.hooked, mode.outputs)
-        self._started.set_mode(found._replace(artifacts=artifacts))
-
-    def compiled(self) -> Reply | str | None:
-        """Return what was compiled here for the last request, or why nothing was; None if that is not known yet."""
-        return self._libraries.reply(waits=False)
+        program = self._sent[0]
+        self._started.set_mode(Mode(program.prehook, program.posthook, mode.hooked, mode.outputs))
 
     def _take_rows(self, rows: RowsUpdate) -> None:
         if rows.is_more:
@@ -159,7 +148,6 @@ class NodeSession:
         return [dumps(value) for value in self._started.run(function, arguments)]
 
     def close(self) -> None:
-        """End the workers, and what compiles for them."""
-        self._libraries.close()
+        """End the workers."""
         if self.workers is not None:
             self.workers.close()

@@ -18,7 +18,6 @@ import torch
 from batchopt.backends.nodes.compression import Compression
 from batchopt.backends.nodes.transfer import ProgramVersion, SentRows
 from batchopt_workers.life.torch_settings import TorchSettings
-from batchopt_workers.shortcuts.form import Request
 from batchopt_workers.wire.layout import Layout
 from batchopt_workers.wire.orders import Cut
 from batchopt_workers.wire.packing import Packed
@@ -45,12 +44,10 @@ class World(NamedTuple):
 
 
 class NodeMode(NamedTuple):
-    """The way in which a node's workers evaluate: whether hooks run, whether the module's outputs are returned, and the
-    keys of the libraries by which they do."""
+    """The way in which a node's workers evaluate: whether hooks run, and whether the module's outputs are returned."""
 
     hooked: bool = True
     outputs: bool = False
-    keys: tuple[str, ...] = ()
 
 
 class StepStart(NamedTuple):
@@ -73,7 +70,6 @@ class Wanted(NamedTuple):
     world: World | None = None
     torch: TorchSettings | None = None
     program: ProgramVersion | None = None  # the first one starts the workers
-    requests: tuple[Request, ...] | None = None  # evaluations to be compiled
     mode: NodeMode | None = None
     rows: SentRows | None = None  # of the loaded batch
     step: StepStart | None = None
