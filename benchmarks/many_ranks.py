@@ -40,7 +40,7 @@ from batchopt.backends.base import Prepared, Setup
 from batchopt.backends.nodes import session
 from batchopt.backends.nodes.backend import NodesBackend
 from batchopt.backends.nodes.node import serve
-from batchopt.backends.nodes.placing import Room
+from batchopt.backends.nodes.placing import Capacity
 from batchopt.backends.nodes.transfer import unpacked
 from batchopt.backends.serial import SerialBackend
 from batchopt.extras.scaling import exchange
@@ -177,11 +177,11 @@ class Forked:
         self.process.start()
 
     def gone(self) -> str | None:
-        """See `Placed`."""
+        """See `NodeProcess`."""
         return None if self.process.exitcode is None else f"ended with {self.process.exitcode}"
 
     def kill(self) -> None:
-        """See `Placed`."""
+        """See `NodeProcess`."""
         self.process.kill()
         self.process.join()
 
@@ -193,10 +193,10 @@ class Machines:
     room = 0
     nodes: ClassVar[dict[str, Forked]] = {}
 
-    def rooms(self, whole: bool = False) -> list[Room]:
+    def rooms(self, whole: bool = False) -> list[Capacity]:
         """See `Placer`."""
         names = map(str, range(self.room))
-        return [Room(name, 1) for name in names if whole or name not in self.nodes or self.nodes[name].gone()]
+        return [Capacity(name, 1) for name in names if whole or name not in self.nodes or self.nodes[name].gone()]
 
     def place(self, machine: str, workers: int, where: str, port: int, number: int) -> Forked:
         """See `Placer`."""

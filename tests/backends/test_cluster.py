@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from batchopt import BatchOptimizer
-from batchopt.backends.nodes.placing import Room, spread
+from batchopt.backends.nodes.placing import Capacity, spread
 from batchopt.backends.ray import cluster
 from batchopt.backends.ray.cluster import Needs, fitting
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=8), st.data())
 def test_workers_are_spread_in_proportion_to_the_room(capacities: list[int], data: st.DataObject) -> None:
-    rooms = [Room(f"node {i}", capacity) for i, capacity in enumerate(capacities)]
+    rooms = [Capacity(f"node {i}", capacity) for i, capacity in enumerate(capacities)]
     workers = data.draw(st.integers(0, sum(capacities)))
     places = dict(spread(workers, rooms))
     assert sum(places.values()) == workers and all(places.values())
@@ -67,4 +67,4 @@ def test_a_cluster_without_tokens_is_warned_of_once(monkeypatch: pytest.MonkeyPa
 
 
 def test_sixteen_workers_on_machines_of_8_16_and_4_cores() -> None:
-    assert spread(16, [Room("a", 8), Room("b", 16), Room("c", 4)]) == [("a", 5), ("b", 9), ("c", 2)]
+    assert spread(16, [Capacity("a", 8), Capacity("b", 16), Capacity("c", 4)]) == [("a", 5), ("b", 9), ("c", 2)]

@@ -9,12 +9,13 @@ import torch
 
 from batchopt import BatchOptimizer, Sample, Worker
 from batchopt.backends.base import WorkerInfo
-from batchopt.backends.patience import ATTEMPTS
+from batchopt.backends.lacking import lacking
 from batchopt.backends.process.events import Events
 from batchopt.backends.process.roster import (
     Roster,
 )
-from batchopt.backends.process.wanted import AFTER, NOTHING, Field, Wanted, having, lacking
+from batchopt.backends.process.wanted import AFTER, NOTHING, Field, Wanted, having
+from batchopt.backends.timeouts import ATTEMPTS
 from batchopt.errors import AllWorkersLostError, WorkerLostError, WorkerStartError
 from tests.workloads import mlp
 
@@ -107,25 +108,25 @@ ALL = Wanted(*[told(name) for name in Wanted._fields])
 
 def taken(have: Wanted, want: Wanted) -> Wanted:
     """Once all that it lacks was sent."""
-    for name in lacking(have, want):
+    for name in lacking(have, want, AFTER):
         have = having(have, name, getattr(want, name))
     return have
 
 
 def test_a_new_worker_is_sent_everything_in_the_order_of_the_fields() -> None:
-    assert [*lacking(Wanted(), ALL)] == [*Wanted._fields]
-    assert taken(Wanted(), ALL) == ALL and not [*lacking(ALL, ALL)]
+    assert [*lacking(Wanted(), ALL, AFTER)] == [*Wanted._fields]
+    assert taken(Wanted(), ALL) == ALL and not [*lacking(ALL, ALL, AFTER)]
 
 
 def test_what_has_changed_is_sent_alone_also_if_it_is_equal() -> None:
     again = told("weights")._replace(calls=ALL.weights.calls)
     assert again == ALL.weights
-    assert [*lacking(ALL, ALL._replace(weights=again))] == ["weights"]
+    assert [*lacking(ALL, ALL._replace(weights=again), AFTER)] == ["weights"]
 
 
 def test_with_a_module_all_that_belongs_to_it_is_sent_again() -> None:
     want = ALL._replace(module=told("another"), outputs=NOTHING)
-    found = [*lacking(ALL, want)]
+    found = [*lacking(ALL, want, AFTER)]
     assert found == ["module", *(name for name in Wanted._fields if name in AFTER["module"])]
     assert taken(ALL, want) == want
 
@@ -134,7 +135,7 @@ def test_what_was_dropped_is_lacking_wherever_an_interrupt_came() -> None:
     want = ALL._replace(module=told("another"))
     for sent in range(len(Wanted._fields)):
         have = ALL
-        for name in [*lacking(have, want)][:sent]:
+        for name in [*lacking(have, want, AFTER)][:sent]:
             have = having(have, name, getattr(want, name))
         assert taken(have, want) == want
 

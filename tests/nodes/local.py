@@ -15,7 +15,7 @@ import torch
 from batchopt.backends.base import Setup
 from batchopt.backends.nodes.backend import NodesBackend
 from batchopt.backends.nodes.group import Group
-from batchopt.backends.nodes.placing import Room
+from batchopt.backends.nodes.placing import Capacity
 
 ROOT = Path(__file__).parent.parent.parent
 # It is told on its input which node it is, again and again, and says when that has ended: torch is imported once.
@@ -78,12 +78,12 @@ class LocalNode:
         self.process.stdin.flush()
 
     def gone(self) -> str | None:
-        """See `Placed`."""
+        """See `NodeProcess`."""
         code = self.process.poll()
         return None if code is None else f"ended with {code}"
 
     def kill(self) -> None:
-        """See `Placed`: one that was told to end is kept for another node."""
+        """See `NodeProcess`: one that was told to end is kept for another node."""
         if self._is_over:
             return
         self._is_over = True
@@ -105,13 +105,13 @@ class LocalPlacer:
     def __init__(self) -> None:
         self.nodes: list[tuple[str, int, LocalNode]] = []
 
-    def rooms(self, whole: bool = False) -> list[Room]:
+    def rooms(self, whole: bool = False) -> list[Capacity]:
         """See `Placer`."""
         free = dict(self.machines)
         for machine, workers, node in self.nodes:
             if not whole and node.gone() is None:
                 free[machine] -= workers
-        return [Room(machine, workers) for machine, workers in sorted(free.items()) if workers > 0]
+        return [Capacity(machine, workers) for machine, workers in sorted(free.items()) if workers > 0]
 
     def place(self, machine: str, workers: int, address: str, port: int, number: int) -> LocalNode:
         """See `Placer`."""

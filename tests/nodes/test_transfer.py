@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from batchopt._data.batches import BatchSpec, read_batch
 from batchopt.backends.nodes.group import pickled
-from batchopt.backends.nodes.placing import Placed
-from batchopt.backends.nodes.roster import TRANSITIONS, Member, State
+from batchopt.backends.nodes.placing import NodeProcess
+from batchopt.backends.nodes.roster import TRANSITIONS, Member, NodeState
 from batchopt.backends.nodes.transfer import BLOCK, KnownBatch, ProgramVersion, RowsUpdate, SentRows, digest, unpacked
-from batchopt.backends.nodes.wanted import NodeMode, NodeSetup, StepStart, TaskStart, Wanted, World, lacking
+from batchopt.backends.nodes.wanted import NodeMode, NodeSetup, NodeWanted, StepStart, TaskStart, World, to_send
 from batchopt_workers.batch.batch import Batch
 from batchopt_workers.life.torch_settings import TorchSettings
 from batchopt_workers.wire.orders import Cut
@@ -145,7 +145,7 @@ def version(*values: float, data: bytes = b"program") -> ProgramVersion:
 BATCH = batch_of(torch.randn(1000, 3))
 DATA = b"program"
 START = TaskStart(pack("task"), False)
-WANT = Wanted(
+WANT = NodeWanted(
     NodeSetup(cast(object, None), b"", False, None, 4, 1, None, None),  # type: ignore[arg-type]
     World(range(2), 4),
     TorchSettings.current(),
@@ -160,36 +160,38 @@ WANT = Wanted(
 )
 
 
-def lacks(have: Wanted, want: Wanted) -> list[str]:
-    return [name for name, _ in lacking(have, want)]
+def lacks(have: NodeWanted, want: NodeWanted) -> list[str]:
+    return [name for name, _ in to_send(have, want)]
 
 
 def test_a_new_node_is_sent_everything_in_order_and_then_nothing() -> None:
-    assert lacks(Wanted(), WANT) == [name for name in Wanted._fields if name != "task_rows"]
+    assert lacks(NodeWanted(), WANT) == [name for name in NodeWanted._fields if name != "task_rows"]
     assert lacks(WANT, WANT) == []
 
 
 def test_of_a_program_and_of_rows_only_what_is_new_is_sent_and_what_depends_on_it_again() -> None:
     changed = WANT._replace(program=version(1.0, 3.0, data=DATA))
     assert lacks(WANT, changed) == ["program", "step", "task"]
-    update = dict(lacking(WANT, changed))["program"]
+    update = dict(to_send(WANT, changed))["program"]
     assert update.data is None and list(update.elements) == [1]
-    assert dict(lacking(WANT, WANT._replace(program=version(1.0, data=b"other"))))["program"].data == b"other"
+    assert dict(to_send(WANT, WANT._replace(program=version(1.0, data=b"other"))))["program"].data == b"other"
     more = WANT._replace(rows=SentRows.of(BATCH, range(5, 400), WANT.rows))
-    assert lacks(WANT, more) == ["rows", "step", "task"] and dict(lacking(WANT, more))["rows"].is_more
+    assert lacks(WANT, more) == ["rows", "step", "task"] and dict(to_send(WANT, more))["rows"].is_more
     assert lacks(WANT, WANT._replace(step=StepStart((1.0,)))) == ["step", "task"]
     assert lacks(WANT, WANT._replace(task=None)) == ["task"]
     assert lacks(WANT._replace(task=None), WANT._replace(task=None, step=StepStart((1.0,)))) == ["step"]
 
 
 def test_what_a_node_has_is_forgotten_but_for_workers_that_work() -> None:
-    member = Member(0, cast(Placed, None), range(2))
-    for event, state in (("reports", State.REPORTED), ("joins", State.JOINED), ("has started", State.WORKING)):
+    member = Member(0, cast(NodeProcess, None), range(2))
+    states = {"reports": NodeState.REPORTED, "joins": NodeState.JOINED, "has started": NodeState.WORKING}
+    for event, state in states.items():
         member.on(event)
         member.have = WANT
         member.forget()
-        assert member.state is state and member.have == Wanted(setup=WANT.setup if state is State.WORKING else None)
+        kept = WANT.setup if state is NodeState.WORKING else None
+        assert member.state is state and member.have == NodeWanted(setup=kept)
     with pytest.raises(KeyError):
         member.on("joins")
     member.on("ends")
-    assert not any((State.ENDED, event) in TRANSITIONS for _, event in TRANSITIONS)
+    assert not any((NodeState.ENDED, event) in TRANSITIONS for _, event in TRANSITIONS)

@@ -39,7 +39,7 @@ from batchopt.backends.nodes.result import NOTHING, WHOLE
 from batchopt.backends.nodes.roster import Member
 from batchopt.backends.nodes.team import Evaluation, Team, TeamBackend
 from batchopt.backends.nodes.transfer import KnownBatch, ProgramVersions, SentRows, unpacked
-from batchopt.backends.nodes.wanted import NodeMode, NodeSetup, StepStart, TaskStart, Wanted, lacking
+from batchopt.backends.nodes.wanted import NodeMode, NodeSetup, NodeWanted, StepStart, TaskStart, to_send
 from batchopt.backends.nodes.wire import wire_of
 from batchopt.errors import NodeLostError
 from batchopt_workers.batch.batch import Batch
@@ -54,7 +54,7 @@ from batchopt_workers.wire.packing import dumps, pack
 T = TypeVar("T")
 
 
-class Subject(NamedTuple):
+class TaskSamples(NamedTuple):
     """The samples that the current task is about: those of its own batch or, if that is None, those of the loaded batch
     from `offset` on, of which each node needs all if it is `whole`."""
 
@@ -73,14 +73,14 @@ class NodesBackend(TeamBackend):
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
         self._batch: KnownBatch | None = None  # the loaded one
-        self._subject: Subject | None = None
+        self._subject: TaskSamples | None = None
         self._x: torch.Tensor | None = None  # as it was sent last
         self._starts = 0  # of the module's state, as the nodes have it
         self._sent = 0  # commands
         with sending("`precode`", setup.precode):
             self._precode = dumps(setup.precode)
         self._versions = ProgramVersions(setup.program, setup.parameters)
-        self._want = Wanted(program=self._versions.latest, mode=NodeMode())
+        self._want = NodeWanted(program=self._versions.latest, mode=NodeMode())
         placer = self.placer(setup)
         workers = setup.workers or max(sum(room.workers for room in placer.rooms()), 1)
         self._restarts = setup.restarts_of(workers)
@@ -136,7 +136,7 @@ class NodesBackend(TeamBackend):
 
     def prepare(self, batch: Batch, ahead: bool = False) -> Prepared:
         SentRows.of(batch, range(0)).since(None)  # can it be sent?
-        if ahead:  # the user may overwrite it while the previous batch is still being sent
+        if ahead:  # the user may overwrite it while the previous batch is still being to_send
             return KnownBatch(unpacked(pack(batch)))
         return KnownBatch.after(self._batch, batch)
 
@@ -157,7 +157,7 @@ class NodesBackend(TeamBackend):
         if batch is None:
             assert self._batch is not None
             offset = self._batch.batch.numbering.position(task.term or 0, range(1)).start
-        self._subject = Subject(batch, offset, task.whole)
+        self._subject = TaskSamples(batch, offset, task.whole)
         self._want = self._want._replace(task=TaskStart(packed, batch is not None))
         return self._versions.latest.data is not before
 
@@ -168,7 +168,7 @@ class NodesBackend(TeamBackend):
     def end_task(self) -> None:
         self._subject, self._want = None, self._want._replace(task=None)
 
-    def _wanted(self, member: Member, order: Order | None = None, runs: Sequence[Run] = ()) -> Wanted:
+    def _wanted(self, member: Member, order: Order | None = None, runs: Sequence[Run] = ()) -> NodeWanted:
         """Return all that a node must have, with the samples for its `runs` of an order. What it has already of that is
         the same object."""
         mine = [run for run in runs[member.ranks.start : member.ranks.stop] if run[0] < run[1]]
@@ -197,7 +197,7 @@ class NodesBackend(TeamBackend):
             return nothing, samples
         return range(task.offset + samples.start, task.offset + samples.stop), nothing
 
-    def _starting(self, member: Member) -> Wanted:
+    def _starting(self, member: Member) -> NodeWanted:
         """Return what a node must have to start its workers, or has already."""
         if member.have.setup is not None:
             return member.have
@@ -212,11 +212,13 @@ class NodesBackend(TeamBackend):
             self.devices(len(world.ranks)),
             setup.compression,
         )
-        return Wanted(node_setup, world, want.torch, want.program)
+        return NodeWanted(node_setup, world, want.torch, want.program)
 
     # ---- commands
 
-    def _send(self, team: Team, what: str, *arguments: Any, wanted: Callable[[Member], Wanted] | None = None) -> None:
+    def _send(
+        self, team: Team, what: str, *arguments: Any, wanted: Callable[[Member], NodeWanted] | None = None
+    ) -> None:
         """Send all nodes a command, with the fields that each of them lacks."""
         settings, present = TorchSettings.current(), self._members.roster.present
         if settings != self._want.torch:
@@ -230,7 +232,7 @@ class NodesBackend(TeamBackend):
         wants = [(wanted or self._wanted)(member) for member in present]
         self._sent += 1
         commands = {
-            place: Command(what, self._sent, [*lacking(member.have, want)], written, arguments)
+            place: Command(what, self._sent, [*to_send(member.have, want)], written, arguments)
             for place, (member, want) in enumerate(zip(present, wants, strict=True), 1)
         }
         try:
@@ -245,7 +247,7 @@ class NodesBackend(TeamBackend):
             raise
 
     def _ask(
-        self, team: Team, what: str, *arguments: Any, wanted: Callable[[Member], Wanted] | None = None
+        self, team: Team, what: str, *arguments: Any, wanted: Callable[[Member], NodeWanted] | None = None
     ) -> list[Any]:
         """Send all nodes a command, and return their answers."""
         self._send(team, what, *arguments, wanted=wanted)

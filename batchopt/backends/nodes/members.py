@@ -28,10 +28,10 @@ from typing import Any
 from batchopt.backends.nodes.group import Group, dist
 from batchopt.backends.nodes.node import BEAT, Command, Membership
 from batchopt.backends.nodes.placing import Placer
-from batchopt.backends.nodes.roster import Member, Roster, State, kill
+from batchopt.backends.nodes.roster import Member, NodeRoster, NodeState, kill
 from batchopt.backends.nodes.team import Team
 from batchopt.backends.nodes.wire import Wire
-from batchopt.backends.patience import ATTEMPTS, STARTUP
+from batchopt.backends.timeouts import ATTEMPTS, STARTUP
 from batchopt.errors import AllWorkersLostError, BatchoptError, NodeLostError, WorkerError, WorkerStartError
 from batchopt_workers.wire.orders import versions
 
@@ -59,7 +59,7 @@ class Members:
             placer.address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(0, 60)
         )
         lost = (lambda name: None) if wire is None else wire.lost_with
-        self.roster = Roster(placer, self._store.port, restarts, lost)
+        self.roster = NodeRoster(placer, self._store.port, restarts, lost)
         self._generation = 0
         self._failures = 0  # consecutive nodes that did not start
         self._stopped = False
@@ -87,7 +87,7 @@ class Members:
     def _await_newcomers(self) -> None:
         patience = max(self._timeout, 2 * ANSWERING)
         until = time.monotonic() + patience
-        while (waiting := self.roster.at(State.PLACED)) and not self._report(waiting):
+        while (waiting := self.roster.at(NodeState.PLACED)) and not self._report(waiting):
             self._check_stopped()
             gone = next((why for member in waiting if (why := member.placed.gone()) is not None), None)
             if gone is not None or time.monotonic() > until:
@@ -126,10 +126,10 @@ class Members:
             self._check_stopped()
             roster.replace_lost()
             self._look_at_newcomers()
-            newcomers, present = roster.at(State.REPORTED), roster.present
+            newcomers, present = roster.at(NodeState.REPORTED), roster.present
             # The current generation continues as long as no member has left it and no node wants to join; one that was
             # interrupted before all have started does not.
-            if self.team is not None and self.team.group.is_open and not newcomers and not roster.at(State.JOINED):
+            if self.team is not None and self.team.group.is_open and not newcomers and not roster.at(NodeState.JOINED):
                 return self.team
             if not roster.all and roster.restarts <= 0:
                 raise self._nobody_left("max_restarts is spent")
@@ -140,7 +140,7 @@ class Members:
                 continue
             try:
                 self.team = self._regroup(newcomers)
-                if joined := roster.at(State.JOINED):
+                if joined := roster.at(NodeState.JOINED):
                     start(self.team)
                 for member in joined:
                     member.on("has started")
@@ -150,7 +150,7 @@ class Members:
             except (WorkerStartError, WorkerError) as error:
                 # Others are tried, if any node works.
                 self._failures += 1
-                for member in roster.at(State.JOINED):
+                for member in roster.at(NodeState.JOINED):
                     roster.lose(member, f"did not start: {error}")
                 self._close()
                 if insists or self._failures >= ATTEMPTS or not roster.present:
@@ -162,9 +162,9 @@ class Members:
         )
 
     def _look_at_newcomers(self) -> None:
-        for member in (*self.roster.at(State.PLACED), *self.roster.at(State.REPORTED)):
+        for member in (*self.roster.at(NodeState.PLACED), *self.roster.at(NodeState.REPORTED)):
             why = member.placed.gone()
-            if why is None and member.state is State.PLACED:
+            if why is None and member.state is NodeState.PLACED:
                 try:
                     if not self._report([member]) and time.monotonic() - member.since > 2 * ANSWERING:
                         why = "was not placed in time"

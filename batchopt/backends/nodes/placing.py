@@ -9,14 +9,14 @@ from typing import NamedTuple, Protocol
 from batchopt._mapreduce.plan import split_batch
 
 
-class Room(NamedTuple):
+class Capacity(NamedTuple):
     """A machine, and how many more workers fit there."""
 
     machine: str
     workers: int
 
 
-class Placed(Protocol):
+class NodeProcess(Protocol):
     """A node's process."""
 
     def gone(self) -> str | None:
@@ -31,17 +31,17 @@ class Placer(Protocol):
 
     address: str  # of this machine, for them
 
-    def rooms(self, whole: bool = False) -> list[Room]:
+    def rooms(self, whole: bool = False) -> list[Capacity]:
         """List the room for more workers; with `whole`, as if the machines had no other users."""
 
-    def place(self, machine: str, workers: int, address: str, port: int, number: int) -> Placed:
+    def place(self, machine: str, workers: int, address: str, port: int, number: int) -> NodeProcess:
         """Start `serve(address, port, number)` on that machine, with cores for `workers` workers."""
 
     def refusal(self, workers: int, free: int, whole: int) -> str:
         """Explain why there is no room for `workers` workers, and what can be done."""
 
 
-def spread(workers: int, rooms: Sequence[Room]) -> list[Room]:
+def spread(workers: int, rooms: Sequence[Capacity]) -> list[Capacity]:
     """Distribute `workers` over machines in proportion to their room; machines that get none are omitted.
 
     Raises `ValueError` if they do not fit.
@@ -52,7 +52,7 @@ def spread(workers: int, rooms: Sequence[Room]) -> list[Room]:
     if not workers:
         return []
     shares = split_batch(workers, [float(r.workers) for r in rooms])
-    return [Room(r.machine, share) for r, share in zip(rooms, shares, strict=True) if share]
+    return [Capacity(r.machine, share) for r, share in zip(rooms, shares, strict=True) if share]
 
 
 def free_ranks(taken: Sequence[range], workers: int) -> list[range]:
@@ -65,7 +65,7 @@ def free_ranks(taken: Sequence[range], workers: int) -> list[range]:
     return [*found, range(at, workers)] if at < workers else found
 
 
-def placements(homeless: Sequence[range], rooms: Sequence[Room], most: int) -> list[tuple[str, range]]:
+def placements(homeless: Sequence[range], rooms: Sequence[Capacity], most: int) -> list[tuple[str, range]]:
     """Choose machines for at most `most` workers of these ranks, as far as there is room; each node gets consecutive
     ranks."""
     free, found = {room.machine: room.workers for room in rooms}, []

@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from operator import attrgetter
 
-from batchopt.backends.nodes.placing import Placed, Placer, Room, free_ranks, placements, spread
+from batchopt.backends.nodes.placing import Capacity, NodeProcess, Placer, free_ranks, placements, spread
 from batchopt.backends.nodes.result import Infos
-from batchopt.backends.nodes.wanted import Wanted, World
+from batchopt.backends.nodes.wanted import NodeWanted, World
 
 # Seconds between two searches for room for lost workers.
 INTERVAL = 0.5
@@ -26,7 +26,7 @@ INTERVAL = 0.5
 FREEING, SETTLING = 10.0, 0.25
 
 
-class State(Enum):
+class NodeState(Enum):
     """The states of a node."""
 
     PLACED = "its process was asked for"
@@ -38,26 +38,26 @@ class State(Enum):
 
 # By its state and what happens to a node: the state that follows. Nothing else can happen to it.
 TRANSITIONS = {
-    (State.PLACED, "reports"): State.REPORTED,
-    (State.REPORTED, "joins"): State.JOINED,
-    (State.JOINED, "has started"): State.WORKING,
-    (State.PLACED, "ends"): State.ENDED,
-    (State.REPORTED, "ends"): State.ENDED,
-    (State.JOINED, "ends"): State.ENDED,
-    (State.WORKING, "ends"): State.ENDED,
+    (NodeState.PLACED, "reports"): NodeState.REPORTED,
+    (NodeState.REPORTED, "joins"): NodeState.JOINED,
+    (NodeState.JOINED, "has started"): NodeState.WORKING,
+    (NodeState.PLACED, "ends"): NodeState.ENDED,
+    (NodeState.REPORTED, "ends"): NodeState.ENDED,
+    (NodeState.JOINED, "ends"): NodeState.ENDED,
+    (NodeState.WORKING, "ends"): NodeState.ENDED,
 }
 # It belongs to the group.
-IN_GROUP = frozenset({State.JOINED, State.WORKING})
+IN_GROUP = frozenset({NodeState.JOINED, NodeState.WORKING})
 
 
 class Member:
     """A node as the parent sees it: the ranks of its workers, and what it has."""
 
-    def __init__(self, number: int, placed: Placed, ranks: range) -> None:
+    def __init__(self, number: int, placed: NodeProcess, ranks: range) -> None:
         self.number, self.placed, self.ranks = number, placed, ranks
-        self.name, self.state = f"node {number}", State.PLACED
+        self.name, self.state = f"node {number}", NodeState.PLACED
         self.sent = 0  # the number of the last command that it was sent
-        self.have = Wanted()
+        self.have = NodeWanted()
         self.x: object = None  # X as it was sent last
         self.since = time.monotonic()
         self.beat, self.beaten = b"", time.monotonic()  # its last sign of life, and its time
@@ -73,11 +73,11 @@ class Member:
 
     def forget(self) -> None:
         """Forget what it has, which is unknown: it is sent everything again, except to start workers that work."""
-        self.have = Wanted(setup=self.have.setup if self.state is State.WORKING else None)
+        self.have = NodeWanted(setup=self.have.setup if self.state is NodeState.WORKING else None)
         self.x = None
 
 
-class Roster:
+class NodeRoster:
     """The nodes of `placer`, which report at `port`, and their workers, of whom `restarts` may be replaced."""
 
     def __init__(self, placer: Placer, port: int, restarts: int, lost: Callable[[str], None]) -> None:
@@ -95,7 +95,7 @@ class Roster:
         """The members of the current group, in the order of their places, which is that of their ranks."""
         return sorted((m for m in self.all if m.state in IN_GROUP), key=attrgetter("ranks.start"))
 
-    def at(self, state: State) -> list[Member]:
+    def at(self, state: NodeState) -> list[Member]:
         """Return the nodes in that state."""
         return [member for member in self.all if member.state is state]
 
@@ -124,10 +124,10 @@ class Roster:
         placed = self._placer.place(machine, len(ranks), self._placer.address, self._port, number)
         self.all.append(Member(number, placed, ranks))
 
-    def _room_for(self, workers: int) -> list[Room]:
+    def _room_for(self, workers: int) -> list[Capacity]:
         """Find room for more workers. Released room becomes free after a moment, on one node sooner than on another: so
         wait until there is enough and it no longer grows."""
-        free: list[Room] | None = None
+        free: list[Capacity] | None = None
         since = time.monotonic()
         until = since + FREEING
         while True:
@@ -195,7 +195,7 @@ class Roster:
         member.placed.kill()
 
 
-def count(rooms: Sequence[Room]) -> int:
+def count(rooms: Sequence[Capacity]) -> int:
     """Return how many workers fit."""
     return sum(room.workers for room in rooms)
 

@@ -1,7 +1,7 @@
 """The state of a node: the part that it has of the parent's program, its worker processes, and what they work on.
 
-The parent sends fields of `Wanted`, in their order; for each there is a method here that takes it. What is taken twice
-replaces what was there. Nothing is kept of a field that could not be taken: the parent sends everything again.
+The parent sends fields of `NodeWanted`, in their order; for each there is a method here that takes it. What is taken
+twice replaces what was there. Nothing is kept of a field that could not be taken: the parent sends everything again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from batchopt.backends.nodes.transfer import ProgramUpdate, RowsUpdate, made, un
 from batchopt.backends.nodes.wanted import NodeMode, NodeSetup, StepStart, TaskStart, World
 from batchopt.backends.nodes.wire import Wire, wire_of
 from batchopt.backends.process.backend import ProcessBackend
-from batchopt.backends.process.shared_program import Holder
+from batchopt.backends.process.shared_program import Ambient
 from batchopt_workers.batch.batch import Batch
 from batchopt_workers.evaluate.program import Program
 from batchopt_workers.evaluate.state import ModuleState
@@ -105,7 +105,7 @@ class NodeSession:
             world=world.workers,
         )
         self.wire = wire_of(found)
-        self.workers = ProcessBackend(found, Holder(lambda: self._torch, lambda: self._sent[0].module_hooks))
+        self.workers = ProcessBackend(found, Ambient(lambda: self._torch, lambda: self._sent[0].module_hooks))
 
     def _take_mode(self, mode: NodeMode) -> None:
         program = self._sent[0]

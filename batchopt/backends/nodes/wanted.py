@@ -1,6 +1,6 @@
 """One record of all that a node must have, compared with what each has. No input or output.
 
-    want ─┬─ lacking(have, want) ──► fields, in their order ──► NodeSession.take ──► have
+    want ─┬─ to_send(have, want) ──► fields, in their order ──► NodeSession.take ──► have
           └─ a new node has nothing, nor has one whose state is unknown or that failed to take a field
 
 Values are compared by identity, which is fast and never mistaken: whoever changes a field makes a new value. It is the
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from batchopt.backends.lacking import lacking
 from batchopt.backends.nodes.compression import Compression
 from batchopt.backends.nodes.transfer import ProgramVersion, SentRows
 from batchopt_workers.life.torch_settings import TorchSettings
@@ -63,7 +64,7 @@ class TaskStart(NamedTuple):
     aside: bool
 
 
-class Wanted(NamedTuple):
+class NodeWanted(NamedTuple):
     """All that a node must have. Fields are sent in this order: a field may need those before it."""
 
     setup: NodeSetup | None = None
@@ -83,12 +84,9 @@ class Wanted(NamedTuple):
 AFTER = {"program": ("step", "task"), "rows": ("step",), "step": ("task",), "task_rows": ("task",)}
 
 
-def lacking(have: Wanted, want: Wanted) -> Iterator[tuple[str, Any]]:
-    """Yield the fields that a node lacks, in the order in which it is to take them, each with what it is sent: of a
-    program and of rows only what is new to it."""
-    dropped: set[str] = set()
-    pairs: Iterator[tuple[str, Any, object]] = zip(Wanted._fields, have, want, strict=True)
-    for name, has, needs in pairs:
-        if has is not needs or (name in dropped and needs is not None):
-            dropped.update(AFTER.get(name, ()))
-            yield name, needs.since(has) if isinstance(needs, (ProgramVersion, SentRows)) else needs
+def to_send(have: NodeWanted, want: NodeWanted) -> Iterator[tuple[str, Any]]:
+    """Yield the fields that a node lacks, each with what it is sent: of a program and of rows only what is new to
+    it."""
+    for name in lacking(have, want, AFTER):
+        needs = getattr(want, name)
+        yield name, needs.since(getattr(have, name)) if isinstance(needs, (ProgramVersion, SentRows)) else needs

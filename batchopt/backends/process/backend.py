@@ -32,7 +32,7 @@ from batchopt._program.unpicklable import check_module, sending
 from batchopt.backends.base import Backend, Prepared, Setup
 from batchopt.backends.process.forkserver import anticipate, is_ready, libraries_of
 from batchopt.backends.process.group import WorkerGroup
-from batchopt.backends.process.shared_program import Holder
+from batchopt.backends.process.shared_program import Ambient
 from batchopt.backends.process.startup import check_workers, room_for
 from batchopt.backends.process.wanted import Activity, SessionCall
 from batchopt.backends.process.worker import call
@@ -96,7 +96,7 @@ class ProcessBackend(WorkerGroup, Backend):
     def is_anticipated(cls) -> bool:
         return is_ready()
 
-    def __init__(self, setup: Setup, holder: Holder | None = None) -> None:
+    def __init__(self, setup: Setup, ambient: Ambient | None = None) -> None:
         # Memory of two batches: workers read the one at `_slot`, and the other one is for the next batch.
         self._slots: list[SharedBlock | None] = [None, None]
         self._placed: list[PlacedBatch | None] = [None, None]
@@ -104,7 +104,7 @@ class ProcessBackend(WorkerGroup, Backend):
         self._aside: SharedBlock | None = None  # for the batch of a task
         self._loaded = Batch(())
         self._parameters = setup.parameters
-        super().__init__(setup, holder)
+        super().__init__(setup, ambient)
 
     def prepare(self, batch: Batch, ahead: bool = False) -> Prepared:
         slot, in_use = self._slot_for(ahead)

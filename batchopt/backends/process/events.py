@@ -8,8 +8,8 @@ import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 
-from batchopt.backends.patience import Presence, later
 from batchopt.backends.process.worker import WorkerProcess
+from batchopt.backends.timeouts import Presence, later
 
 
 class Events:

@@ -16,7 +16,7 @@ What must hold:
   reconciles whatever it finds.
 
 The process backend is one with memory for batches, and each node of a cluster has such a backend. What the group needs
-from its owner is in `Holder`.
+from its owner is in `Ambient`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ from batchopt._mapreduce.reduce import Answers, Pattern
 from batchopt._program.flat_module import Gradient
 from batchopt._program.unpicklable import sending
 from batchopt.backends.base import Meanwhile, Mode, Run, Setup, WorkerInfo
-from batchopt.backends.patience import OTHERS
 from batchopt.backends.process.gather import ProcessGather, explain, run_everywhere
 from batchopt.backends.process.paces import Stragglers, allowance
 from batchopt.backends.process.pool import Pool
@@ -45,10 +44,11 @@ from batchopt.backends.process.repeat import Repeat, Repeats
 from batchopt.backends.process.results import Results
 from batchopt.backends.process.roster import AT_WORK
 from batchopt.backends.process.scheduler import Assign
-from batchopt.backends.process.shared_program import Holder, SentProgram, SharedProgram
+from batchopt.backends.process.shared_program import Ambient, SentProgram, SharedProgram
 from batchopt.backends.process.startup import startup_calls
 from batchopt.backends.process.wanted import Activity, Field, SessionCall, Wanted
 from batchopt.backends.process.worker import WorkerProcess, call, call_with_block
+from batchopt.backends.timeouts import OTHERS
 from batchopt_workers.batch.batch import Batch, Numbering
 from batchopt_workers.evaluate.program import Program
 from batchopt_workers.evaluate.state import ModuleState
@@ -87,9 +87,9 @@ class Subject:
 class WorkerGroup:
     """`setup.workers` processes. They end with this object, with this process, or at `close`."""
 
-    def __init__(self, setup: Setup, holder: Holder | None = None) -> None:
+    def __init__(self, setup: Setup, ambient: Ambient | None = None) -> None:
         assert setup.workers is not None and setup.flat.block is not None
-        self._setup, self._holder = setup, holder or Holder()
+        self._setup, self._ambient = setup, ambient or Ambient()
         self._stragglers = Stragglers({kind: {} for kind in Kind})
         self._start, self._starts = Start(), 0  # and those of the module's state at that start
         self._subjects = {False: Subject(), True: Subject()}  # of the step, and of the task
@@ -100,7 +100,7 @@ class WorkerGroup:
         self._board = Board.create(max(PAGES, setup.workers))
         self._pool = Pool(partial(self._make, set()), setup.restarts_of(setup.workers), self._allowance)
         self.results = Results(self._pool)
-        settings = self._holder.torch_settings()
+        settings = self._ambient.torch_settings()
         devices = None if setup.devices is None else self._by_rank(setup.devices)
         told = startup_calls(setup, setup.flat.block, settings, max(self._threads()), devices)
         self._pool.want = Wanted(**{name: Field(tuple(calls), value) for name, (calls, value) in told.items()})
@@ -224,7 +224,7 @@ class WorkerGroup:
         a program that can no longer be sent."""
         if not self._is_settled:
             self._enter()
-        self._program.follow(self._holder.module_hooks())
+        self._program.follow(self._ambient.module_hooks())
         self._pool.tell_of("weights", weights, lambda: [call(Activity.BATCH, Session.set_weights, weights)])
         self._subjects[False] = replace(self._subjects[False], numbering=batch.numbering, is_read=batch.is_read)
         self._begin(number)
@@ -258,7 +258,7 @@ class WorkerGroup:
     def follow(self) -> bool:
         """Take over the current program; return whether it differs from the previous one."""
         self._enter()
-        return self._program.follow(self._holder.module_hooks())
+        return self._program.follow(self._ambient.module_hooks())
 
     def send_task(self, task: Task, packed: Packed, calls: Sequence[SessionCall], subject: Batch) -> None:
         """Send a task, packed, on the batch `subject` (see `Results.begin_task`)."""
@@ -299,7 +299,7 @@ class WorkerGroup:
         if self._setup.buffers.starts != self._starts:
             self._begin()
         if repeat is not None:
-            if self._holder.torch_settings() == self._pool.want.torch.value:
+            if self._ambient.torch_settings() == self._pool.want.torch.value:
                 end_spinning()
                 begun = True
                 if repeat.goes_as_before(next(self._numbers), order, self._start, meanwhile):
@@ -353,7 +353,7 @@ class WorkerGroup:
         """Have workers know all that an order needs."""
         is_task = order.kind in TASKS
         self._enter()
-        settings = self._holder.torch_settings()
+        settings = self._ambient.torch_settings()
         self._pool.tell_of("torch", settings, lambda: [call(Activity.TORCH, Session.set_torch, settings)])
         set_cut = Session.cut_task if is_task else Session.set_cut
         self._pool.tell_of("task_cut" if is_task else "cut", cut, lambda: [call(Activity.CUT, set_cut, cut)])

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
-from batchopt.backends.patience import STARTUP, UNKNOWN
 from batchopt.backends.process.wanted import Activity
 from batchopt.backends.process.worker import Listener, WorkerProcess
+from batchopt.backends.timeouts import STARTUP, UNKNOWN
 from batchopt_workers.wire.orders import Cut, Kind
 
 

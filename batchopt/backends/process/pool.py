@@ -20,12 +20,13 @@ from multiprocessing import util
 from typing import NoReturn
 
 from batchopt.backends.base import WorkerInfo
-from batchopt.backends.patience import OTHERS
+from batchopt.backends.lacking import lacking
 from batchopt.backends.process.channel import ProtocolError
 from batchopt.backends.process.events import Events
 from batchopt.backends.process.roster import AT_WORK, ORDERABLE, REAPING, SILENT, Roster, State
-from batchopt.backends.process.wanted import NOTHING, Activity, Field, SessionCall, Wanted, having, lacking
+from batchopt.backends.process.wanted import AFTER, NOTHING, Activity, Field, SessionCall, Wanted, having
 from batchopt.backends.process.worker import Listener, PendingCall, WorkerProcess, error_of
+from batchopt.backends.timeouts import OTHERS
 from batchopt.errors import AllWorkersLostError, BatchoptError, WorkerStartError
 from batchopt_workers.wire.failures import Failure
 from batchopt_workers.wire.orders import CHUNK, NONES, Message, versions
@@ -259,7 +260,7 @@ class Pool:
             self._distrust(worker, error, listener)
             return
         # It has all that it must have: from now on it gets orders.
-        if worker.state is State.STARTED and not any(lacking(worker.have, self.want)):
+        if worker.state is State.STARTED and not any(lacking(worker.have, self.want, AFTER)):
             worker.heard.joined = True
             self.changes += 1
             self.stamp += 1
@@ -367,7 +368,7 @@ class Pool:
         for worker in self.workers.values():
             if worker.have is self.want:  # equal calls may be about other elements in the same memory
                 continue
-            for name in lacking(worker.have, self.want):
+            for name in lacking(worker.have, self.want, AFTER):
                 field: Field = getattr(self.want, name)
                 for call in field.calls:
                     worker.ask(call, name, field)

@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable
 from enum import Enum
 
 from batchopt.backends.base import WorkerInfo
-from batchopt.backends.patience import ATTEMPTS
+from batchopt.backends.timeouts import ATTEMPTS
 from batchopt.errors import AllWorkersLostError, WorkerLostError, WorkerStartError
 
 # Seconds that a process may take to end after SIGKILL; one that the kernel holds longer is ignored.

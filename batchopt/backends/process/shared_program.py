@@ -103,9 +103,8 @@ class SharedProgram:
 
 
 @dataclass(frozen=True)
-class Holder:
-    """The owner of a group: it knows the settings in force where an evaluation is requested, which on a node is the
-    parent's process."""
+class Ambient:
+    """The settings in force where an evaluation is requested, which for a node is in the parent's process."""
 
     torch_settings: Callable[[], TorchSettings] = TorchSettings.current
     module_hooks: Callable[[], Mapping[str, Any]] = module_hooks

@@ -9,7 +9,6 @@ looks at it next makes up for what was not sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -79,15 +78,6 @@ class Wanted(NamedTuple):
 
 # With a field, these are dropped: they are sent again.
 AFTER = {"module": ("hooked", "compiled", "weights", "batch_0", "batch_1", "cut", "outputs", "task", "task_cut")}
-
-
-def lacking(have: Wanted, want: Wanted) -> Iterator[str]:
-    """Yield the names of the fields that a worker lacks, in the order in which it is to get them."""
-    dropped: set[str] = set()
-    for name, has, needs in zip(Wanted._fields, have, want, strict=True):
-        if has is not needs or (name in dropped and needs.calls):
-            dropped.update(AFTER.get(name, ()))
-            yield name
 
 
 def having(have: Wanted, name: str, field: Field) -> Wanted:

@@ -1,7 +1,7 @@
 """The ranks backend: every rank runs the script, with the same batches and optimizers, and has workers of its own.
 
     this rank                               ║ network     every other rank
-    Alike: what it does         ◄───────────╫───────────► the same of theirs: equal, or all raise
+    CallComparison: what it does         ◄───────────╫───────────► the same of theirs: equal, or all raise
     its share, by its workers               ║             theirs
     losses, times, partials     ◄───────────╫───────────► the sum, with the same bits on each rank (nodes.team)
 
@@ -31,7 +31,7 @@ from batchopt.backends.nodes.group import Group, address_towards
 from batchopt.backends.nodes.team import Evaluation, Team, TeamBackend
 from batchopt.backends.nodes.wire import wire_of
 from batchopt.backends.process.backend import ProcessBackend
-from batchopt.backends.ranks.alike import Alike
+from batchopt.backends.ranks.comparison import CallComparison
 from batchopt.backends.ranks.launch import meet, ranks_here
 from batchopt.backends.serial import SerialBackend
 from batchopt_workers.batch.batch import Batch
@@ -76,7 +76,7 @@ class RanksBackend(TeamBackend):
         name = f"batchopt/{launch.attempt}/{next(_numbers)}"
         self._group = Group(store, name, launch.rank, launch.size, setup.timeout or PATIENCE, host)
         self._group.names = [f"rank {rank}" for rank in range(launch.size)]
-        self._alike, self._wire = Alike(setup, self._group), wire_of(setup)
+        self._comparison, self._wire = CallComparison(setup, self._group), wire_of(setup)
         self._team = self._new_team()
         try:
             self.resize(setup.workers)
@@ -90,14 +90,14 @@ class RanksBackend(TeamBackend):
         """Return a team of ranks that have no workers yet."""
         size = self._group.size
         team = Team(self._group, [range(0)] * size, range(size), self._setup.fixed_bits, self._wire)
-        team.differences = self._alike.differences
+        team.differences = self._comparison.differences
         return team
 
     def resize(self, workers: int) -> None:
         """Have `workers` workers on this rank, and on each other one its own number; raise on all ranks what starting
         them raises on any."""
         first, team = self._team.ranks[self._group.place].start, self._new_team()
-        numbers = team.exchange(self._alike.start(), workers)
+        numbers = team.exchange(self._comparison.start(), workers)
         ends = list(accumulate(numbers))
         team.ranks = [range(end - number, end) for end, number in zip(ends, numbers, strict=True)]
         team.infos.expect(ends[-1])
@@ -107,7 +107,7 @@ class RanksBackend(TeamBackend):
             team.local = self._local
         except Exception as error:
             failure = error
-        team.exchange(self._alike.call("starting"), failed=failure)
+        team.exchange(self._comparison.call("starting"), failed=failure)
 
     def _start(self, ranks: range, world: int, first: int) -> None:
         """Start the workers of these ranks; those that are there are kept, if the `first` one had the same rank."""
@@ -152,10 +152,10 @@ class RanksBackend(TeamBackend):
     def load(self, prepared: Prepared, weights: tuple[float, ...]) -> None:
         self._mine.load(prepared, weights)
         self._loaded = prepared.batch, weights
-        self._alike.load(prepared.batch, weights)
+        self._comparison.load(prepared.batch, weights)
 
     def begin_task(self, task: Task, batch: Batch | None, follow: bool) -> bool:
-        self._alike.begin_task(batch)
+        self._comparison.begin_task(batch)
         return self._mine.begin_task(task, batch, follow)
 
     def end_task(self) -> None:
@@ -164,7 +164,7 @@ class RanksBackend(TeamBackend):
     def _evaluate(
         self, cut: Cut, order: Order, runs: Sequence[Run], meanwhile: Meanwhile | None, compressed: int | None = None
     ) -> list[Answer]:
-        call = self._alike.evaluation(cut, order, runs)
+        call = self._comparison.evaluation(cut, order, runs)
         evaluation = Evaluation(order, self._team.shares(runs, cut, compressed is None), compressed)
         return self._team.evaluate(cut, evaluation, call, meanwhile)
 
@@ -181,7 +181,7 @@ class RanksBackend(TeamBackend):
             raise
         except BaseException as error:
             failure = error
-        of_all = self._team.exchange(self._alike.call("run_on_workers"), found, failure)
+        of_all = self._team.exchange(self._comparison.call("run_on_workers"), found, failure)
         return [pickle.loads(value) for of_rank in of_all for value in of_rank]
 
     def once(self, function: Callable[[], T]) -> T:
@@ -191,11 +191,11 @@ class RanksBackend(TeamBackend):
                 value = function()
             except Exception as error:
                 failure = error
-        found: T = self._team.exchange(self._alike.call("what rank 0 does for all"), value, failure)[0]
+        found: T = self._team.exchange(self._comparison.call("what rank 0 does for all"), value, failure)[0]
         return found
 
     def first(self, value: T | None) -> T | None:
-        values = self._team.exchange(self._alike.call("whether to stop"), value)
+        values = self._team.exchange(self._comparison.call("whether to stop"), value)
         return next((found for found in values if found is not None), None)
 
     # ---- the end

@@ -15,7 +15,7 @@ from batchopt._data.arguments import read_parallelize
 from batchopt.backends.base import Setup
 from batchopt.backends.nodes.backend import NodesBackend
 from batchopt.backends.nodes.node import serve
-from batchopt.backends.nodes.placing import Room
+from batchopt.backends.nodes.placing import Capacity
 from batchopt.backends.ray.cluster import Needs, connect, rooms
 from batchopt_workers.wire.failures import let_through
 
@@ -35,7 +35,7 @@ class RayNode:
         self._ray, self._actor, self._served = ray, actor, served
 
     def gone(self) -> str | None:
-        """See `Placed`."""
+        """See `NodeProcess`."""
         ready, _ = self._ray.wait([self._served], timeout=0)
         if not ready:
             return None
@@ -48,7 +48,7 @@ class RayNode:
         return "has ended"
 
     def kill(self) -> None:
-        """See `Placed`."""
+        """See `NodeProcess`."""
         with suppress(Exception):
             self._ray.kill(self._actor, no_restart=True)
 
@@ -61,7 +61,7 @@ class RayPlacer:
         self._needs, self._ray = needs, connect()
         self.address: str = self._ray.util.get_node_ip_address()
 
-    def rooms(self, whole: bool = False) -> list[Room]:
+    def rooms(self, whole: bool = False) -> list[Capacity]:
         """See `Placer`."""
         return rooms(self._ray, self._needs, whole)
 

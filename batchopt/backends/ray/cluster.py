@@ -14,7 +14,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from batchopt.backends.nodes.placing import Room
+from batchopt.backends.nodes.placing import Capacity
 from batchopt_workers.wire.failures import let_through
 
 # Seconds that a cluster may take to answer.
@@ -171,11 +171,12 @@ def _warn_without_token() -> None:
         )
 
 
-def rooms(ray: ModuleType, needs: Needs, whole: bool = False) -> list[Room]:
+def rooms(ray: ModuleType, needs: Needs, whole: bool = False) -> list[Capacity]:
     """List the machines with the number of workers that fit there; with `whole`, as if there were no other users."""
     found = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
     if not whole:
         free = import_module("ray._private.state").available_resources_per_node()  # there is no public way
         found = {node: free[node] for node in found if node in free}
-    fit = [Room(node, fitting(resources, needs.each or {"CPU": CORES})) for node, resources in sorted(found.items())]
+    each = needs.each or {"CPU": CORES}
+    fit = [Capacity(node, fitting(resources, each)) for node, resources in sorted(found.items())]
     return [room for room in fit if room.workers > 0]

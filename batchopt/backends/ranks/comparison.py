@@ -41,7 +41,7 @@ OFTEN = 64
 NAMED = 3
 
 
-class Alike:
+class CallComparison:
     """Describes the calls of this rank of `group`, and compares them with those of the others."""
 
     def __init__(self, setup: Setup, group: Group) -> None:
