@@ -42,7 +42,7 @@ class Events:
     def wait(self, timeout: float) -> Iterator[tuple[WorkerProcess, bool]]:
         """Yield the workers with events within `timeout` seconds, and whether it is their exit."""
         for fd, (worker, is_exit) in self._watched.items():
-            if not is_exit and worker.has_unsent:
+            if not is_exit and worker.channel.has_unsent:
                 self.poll.modify(fd, select.EPOLLIN | select.EPOLLOUT)
         events = self.poll.poll(timeout)
         away = self._presence.away(timeout)

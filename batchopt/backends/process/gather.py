@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 from batchopt._mapreduce.answers import Answer, Span, partials_of
 from batchopt.backends.base import Run
-from batchopt.backends.process.channel import ProtocolError
+from batchopt.backends.process.channel import PendingCall, ProtocolError
 from batchopt.backends.process.paces import Stragglers
 from batchopt.backends.process.pool import IGNORE, Pool
 from batchopt.backends.process.roster import SILENT
 from batchopt.backends.process.scheduler import ChunkRun, WorkerScheduler
 from batchopt.backends.process.wanted import Activity, SessionCall
-from batchopt.backends.process.worker import Listener, PendingCall, WorkerProcess, error_of
+from batchopt.backends.process.worker import Listener, WorkerProcess, error_of
 from batchopt.errors import PoisonChunkError, WorkerError, WorkerLostError
 from batchopt_workers.batch.batch import Numbering
 from batchopt_workers.evaluate.sums import Report, Rows
@@ -278,7 +278,7 @@ def run_everywhere(pool: Pool, message: SessionCall) -> list[Any]:
     for _, worker in sorted(pool.workers.items()):
         calls.waiting.add(worker)
         worker.ask(message)
-        worker.flush()
+        worker.channel.flush()
     while calls.waiting:
         pool.pump(calls, math.inf)
     if calls.failures:

@@ -409,7 +409,7 @@ class WorkerGroup:
             else:
                 worker.page.limit(command.last)
         for worker in asked:  # after all were queued: the first worker to wake up may take this process's core
-            worker.flush()
+            worker.channel.flush()
         faults.point("parent.dispatched")
 
     def _order(self, worker: WorkerProcess, gather: ProcessGather, run: Assign) -> None:

@@ -21,11 +21,11 @@ from typing import NoReturn
 
 from batchopt.backends.base import WorkerInfo
 from batchopt.backends.lacking import lacking
-from batchopt.backends.process.channel import ProtocolError
+from batchopt.backends.process.channel import PendingCall, ProtocolError
 from batchopt.backends.process.events import Events
 from batchopt.backends.process.roster import AT_WORK, ORDERABLE, REAPING, SILENT, Roster, State
 from batchopt.backends.process.wanted import AFTER, NOTHING, Activity, Field, SessionCall, Wanted, having
-from batchopt.backends.process.worker import Listener, PendingCall, WorkerProcess, error_of
+from batchopt.backends.process.worker import Listener, WorkerProcess, error_of
 from batchopt.backends.timeouts import OTHERS
 from batchopt.errors import AllWorkersLostError, BatchoptError, WorkerStartError
 from batchopt_workers.wire.failures import Failure
@@ -199,7 +199,7 @@ class Pool:
             self._amiss = self.roster.is_amiss(self.workers)
         for worker, gone in self.events.wait(max(0.0, min(until, self._check_at) - time.monotonic())):
             try:
-                worker.flush()
+                worker.channel.flush()
                 worker.channel.receive()
             except (EOFError, OSError):
                 gone = True
@@ -241,12 +241,12 @@ class Pool:
     def receive(self, worker: WorkerProcess, listener: Listener) -> None:
         """Handle all replies and messages of the worker."""
         try:
-            for reply in worker.replies():
+            for reply in worker.channel.replies():
                 worker.since = time.monotonic()
                 if reply.kind in _OF_ORDERS:
                     self._take_message(worker, reply, listener)
                     continue
-                asked = worker.find(reply.number)
+                asked = worker.channel.find(reply.number)
                 if asked is None:
                     continue
                 if reply.kind is Message.READY:
@@ -255,7 +255,7 @@ class Pool:
                     self._refused(worker, asked, reply)
                 elif asked.field is None:
                     listener.on_reply(worker, asked, reply)
-                worker.forget_answered()
+                worker.channel.forget_answered()
         except ProtocolError as error:
             self._distrust(worker, error, listener)
             return
@@ -300,7 +300,7 @@ class Pool:
             return
         self._amiss = True
         worker.have = worker.have._replace(**{asked.name: NOTHING})
-        worker.forget_answered()  # it must not be handled again after the exception
+        worker.channel.forget_answered()  # it must not be handled again after the exception
         error = error_of(worker.rank, Failure.decode(reply.body), asked.activity)
         if worker.heard.joined:
             raise error
@@ -374,7 +374,7 @@ class Pool:
                     worker.ask(call, name, field)
                 worker.have = having(worker.have, name, field)
             worker.have = self.want
-            worker.flush()
+            worker.channel.flush()
 
     def stop(self) -> None:
         """Make `pump` raise from now on."""

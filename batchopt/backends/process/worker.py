@@ -6,16 +6,14 @@ import signal
 import socket
 import time
 from array import array
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Any, Concatenate, NamedTuple, ParamSpec
 
 import torch
 
-from batchopt.backends.process.channel import Channel, ProtocolError
+from batchopt.backends.process.channel import RING, Channel, PendingCall
 from batchopt.backends.process.forkserver import fork_worker
 from batchopt.backends.process.roster import REAPING, SILENT, STATES, State
 from batchopt.backends.process.scheduler import Death
@@ -29,13 +27,11 @@ from batchopt_workers.life.session import Session
 from batchopt_workers.wire.failures import Failure, Warned
 from batchopt_workers.wire.layout import Layout
 from batchopt_workers.wire.memory import SharedBlock
-from batchopt_workers.wire.orders import ANSWERS, Kind, Message, Order, Start
-from batchopt_workers.wire.packets import HasDescriptor, Packet, Received, packet
+from batchopt_workers.wire.orders import Kind, Order, Start
+from batchopt_workers.wire.packets import HasDescriptor, Received
 from batchopt_workers.wire.packing import dumps
 from batchopt_workers.wire.page import DONE, EVALUATION, NUMBER, Board
 
-# The packet that says that there is an order on the page.
-RING = packet(0, Message.RING, b"")
 # Signals from outside; SIGKILL also comes from the kernel if memory is short.
 _SENT = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _MORE_TIME = " (if it was at work, give it more time: timeout=...)"
@@ -65,18 +61,6 @@ def call_with_file(
 ) -> SessionCall:
     """Return a call whose last argument, after these, is the descriptor of `file`, which travels with it."""
     return SessionCall(activity, dumps((method.__name__, arguments)), file)
-
-
-class PendingCall(NamedTuple):
-    """A call without an answer so far; once it has left, `sent` has the number of its bytes. It may be part of the
-    `field` of that `name`, of all that a worker must have."""
-
-    number: int
-    activity: Activity
-    packet: Packet
-    sent: list[int]
-    name: str = ""
-    field: Field | None = None
 
 
 @dataclass
@@ -128,8 +112,8 @@ class Memory:
 class WorkerProcess:
     """A worker process.
 
-    What it was asked and has not answered is in `todo`; calls and rings leave at the next `flush` that finds room. It
-    is killed, with all that it started, when this object is collected. `rank` is the parent's name for it, `number` its
+    Calls and rings leave at the next flush of its channel that finds room. It is killed, with all that it started, when
+    this object is collected. `rank` is the parent's name for it, `number` its
     rank among all `world_size` workers: a different one if some are on other machines. It has a page of `board`, and
     wakes this process up through `waker`. `warned`: the warnings that workers have issued.
     """
@@ -153,11 +137,6 @@ class WorkerProcess:
         self.have = Wanted()  # once it has answered
         self.since = time.monotonic()  # of the last sign of progress
         self.killed: Killed | None = None
-        # Its greeting is the answer to call 0.
-        self.todo: deque[PendingCall] = deque([PendingCall(0, Activity.STARTING, RING, [0])])
-        self.answered = -1  # the last call that was
-        self.rings = False  # whether a ring is to leave, after the calls
-        self._numbers = count(1)  # of calls
         try:
             with theirs:
                 self.process = fork_worker(theirs, self.stderr.writer, number, world_size, threads)
@@ -181,9 +160,10 @@ class WorkerProcess:
     @property
     def state(self) -> State:
         """Its state, as the facts show it."""
-        self.forget_answered()
-        called = any(asked.activity is Activity.FUNCTION for asked in self.todo)
-        waits = "function" if called else "field" if self.todo else None
+        self.channel.forget_answered()
+        todo = self.channel.todo
+        called = any(asked.activity is Activity.FUNCTION for asked in todo)
+        waits = "function" if called else "field" if todo else None
         return STATES[self.heard.joined, waits, self.evaluates]
 
     @property
@@ -194,72 +174,43 @@ class WorkerProcess:
     @property
     def activity(self) -> Activity | None:
         """The part of its work that it is at; None if it has nothing to do."""
-        self.forget_answered()
-        if self.todo and not (self.evaluates and self.todo[0].number > self.given.after):
-            return self.todo[0].activity
+        self.channel.forget_answered()
+        todo = self.channel.todo
+        if todo and not (self.evaluates and todo[0].number > self.given.after):
+            return todo[0].activity
         return Activity.EVALUATING if self.evaluates else None
-
-    def forget_answered(self) -> None:
-        """Drop answered calls: further replies about them are ignored."""
-        while self.todo and self.todo[0].number <= self.answered:
-            self.todo.popleft()
 
     def ask(self, message: SessionCall, name: str = "", field: Field | None = None) -> None:
         """Queue a call."""
         if self.state in SILENT:
             self.since = time.monotonic()
-        number, files = next(self._numbers), () if message.block is None else (message.block,)
-        body = packet(number, Message.CALL, message.body, *files)
-        self.todo.append(PendingCall(number, message.activity, body, [], name, field))
+        self.channel.ask(message, name, field)
 
     def order(self, number: int, order: Order, first: int, last: int, start: Start, leniency: float = 1.0) -> None:
         """Give it that part of an order, and ring for it, or queue a ring."""
         # One function, since evaluations that repeat do nothing else for a worker.
-        given, page = self.given, self.page.ints
+        given, page, channel = self.given, self.page.ints, self.channel
         given.number, given.evaluation, given.kind, given.first, given.last = number, order[0], order[4], first, last
-        given.start, given.after = start, self.todo[-1].number if self.todo else self.answered
+        given.start, given.after = start, channel.todo[-1].number if channel.todo else channel.answered
         given.leniency, given.form, self.since = leniency, self.heard.form, time.monotonic()
         numbers = order[0], order[1], order[4], first, last, *start, given.after
         page[EVALUATION:NUMBER] = memoryview(array("q", numbers))
         page[NUMBER] = number
-        self.rings = True
-        if not self.todo:
+        channel.rings = True
+        if not channel.todo:
             try:
-                self.channel.wake(RING.data)
-                self.rings = False
+                channel.wake(RING.data)
+                channel.rings = False
             except OSError:  # no room; or it is gone, which is noticed elsewhere
                 pass
-
-    def flush(self) -> None:
-        """Send what has not left, as far as there is room; if the worker is gone, that is noticed elsewhere."""
-        with suppress(OSError):
-            for asked in [*self.todo]:
-                if not asked.sent and not self.channel.send(asked.packet, asked.sent):
-                    return
-            if self.rings and self.channel.send(RING, []):
-                self.rings = False  # after an interrupt before this it is rung for twice, which changes nothing
-
-    @property
-    def has_unsent(self) -> bool:
-        """Tell whether something waits for room in the pipe."""
-        return self.rings or bool(self.todo and not self.todo[-1].sent)
-
-    def replies(self) -> Iterator[Received]:
-        """Yield what it has said, oldest first. Raises `ProtocolError` for what cannot be right."""
-        for reply in self.channel.packets():
-            if reply.kind in ANSWERS:
-                if reply.number > self.answered and self.find(reply.number) is None:
-                    raise ProtocolError(f"an answer to call {reply.number}, which is none")
-                self.answered = max(self.answered, reply.number)
-            yield reply
 
     def call_off(self) -> None:
         """Have it stop after the current chunk, or begin none: an interrupt may have come before it was rung for, or
         before the page said so."""
         self.page.limit(0)
         self.page.ints[NUMBER] = self.given.number
-        self.rings = True
-        self.flush()
+        self.channel.rings = True
+        self.channel.flush()
 
     def move(self, board: Board, waker: HasDescriptor) -> None:
         """Give it a page of that board, which it takes before its next order; it must be done with the last one."""
@@ -267,10 +218,6 @@ class WorkerProcess:
         self.page.clear(self.given.number)
         self.ask(call_with_block(Activity.STARTING, Session.attach, "board", board.block))
         self.ask(call_with_file(Activity.STARTING, Session.take_page, waker, self.rank, board.workers))
-
-    def find(self, number: int) -> PendingCall | None:
-        """Return the call of that number, if it was not answered before."""
-        return next((asked for asked in self.todo if asked.number == number), None)
 
     # ---- its memory
 
