@@ -162,6 +162,9 @@ def _become_worker(request: Sequence[int], descriptors: Descriptors, leash: int,
     own = os.open(f"/proc/self/fd/{leash}", os.O_RDONLY | os.O_NONBLOCK)  # opened anew, with an owner of its own
     os.close(leash)
     tie(own, os.getpgrp())
+    with suppress(BlockingIOError):  # the fork server has ended before that
+        os.read(own, 1)
+        os._exit(1)
     resource_tracker.util = _util()  # type: ignore[attr-defined]  # the module that it starts its process with
     for fd, standard in ((descriptors.stdout, 1), (descriptors.stderr, 2)):
         os.dup2(fd, standard)

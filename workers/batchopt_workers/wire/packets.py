@@ -60,7 +60,7 @@ class Received(NamedTuple):
 # As `socket.recvmsg` returns it.
 RawPacket = tuple[bytes, list[tuple[int, int, bytes]], int, object]
 # The arguments of `socket.recvmsg` for one packet.
-RECEIVING = HEAD.size + _LONGEST, _RIGHTS, socket.MSG_CMSG_CLOEXEC
+RECEIVING = HEAD.size + _LONGEST, _RIGHTS, getattr(socket, "MSG_CMSG_CLOEXEC", 0)  # only Linux has it
 
 
 def packet(number: int, kind: Message, body: bytes, *files: HasDescriptor) -> Packet:
