@@ -38,7 +38,7 @@ INTERVAL = 0.25
 # Seconds in which a worker has to end by itself once the parent has closed its pipe.
 GRACE = 1.0
 # Seconds between the end of a worker's connection and the news of its end, if that is what closed it.
-HANGING_UP = 1.0
+HANGING_UP = 3.0
 
 # The seconds without progress after which a worker that does this counts as hung.
 Allowance = Callable[[WorkerProcess, Activity], float]
