@@ -136,7 +136,7 @@ class NodesBackend(TeamBackend):
 
     def prepare(self, batch: Batch, ahead: bool = False) -> Prepared:
         SentRows.of(batch, range(0)).since(None)  # can it be sent?
-        if ahead:  # the user may overwrite it while the previous batch is still being to_send
+        if ahead:  # the user may overwrite it while the previous batch is still being sent
             return KnownBatch(unpacked(pack(batch)))
         return KnownBatch.after(self._batch, batch)
 

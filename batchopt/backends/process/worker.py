@@ -190,10 +190,11 @@ class WorkerProcess:
         """Give it that part of an order, and ring for it, or queue a ring."""
         # One function, since evaluations that repeat do nothing else for a worker.
         given, page, channel = self.given, self.page.ints, self.channel
-        given.number, given.evaluation, given.kind, given.first, given.last = number, order[0], order[4], first, last
+        given.number, given.evaluation, given.kind = number, order.evaluation, order.kind
+        given.first, given.last = first, last
         given.start, given.after = start, channel.todo[-1].number if channel.todo else channel.answered
         given.leniency, given.form, self.since = leniency, self.heard.form, time.monotonic()
-        numbers = order[0], order[1], order[4], first, last, *start, given.after
+        numbers = order.evaluation, order.step, order.kind, first, last, *start, given.after
         page[EVALUATION:NUMBER] = memoryview(array("q", numbers))
         page[NUMBER] = number
         channel.rings = True
