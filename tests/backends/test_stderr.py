@@ -59,7 +59,12 @@ def test_much_is_passed_on_whole_and_the_file_does_not_grow_on(
 
 
 @pytest.mark.parametrize(
-    "written, tail", [(["first\n", "second\n\n"], "first\nsecond"), (["a" * 10**4, "b" * 10], "a" * 1000 + "b" * 10)]
+    "written, tail",
+    [
+        (["first\n", "second\n\n"], "first\nsecond"),
+        (["a" * 10**4, "b" * 10], "a" * 1000 + "b" * 10),
+        (["frames\n\nExtension modules: one", ", two" * 2000 + "\n"], "frames"),  # faulthandler's, in two pieces
+    ],
 )
 def test_an_error_has_what_was_written_last(opt: BatchOptimizer, written: list[str], tail: str) -> None:
     def die(worker: Worker, last: str) -> None:

@@ -16,8 +16,9 @@ from batchopt_workers.wire.failures import BEGUN, MARKED, Warned
 from batchopt_workers.wire.mapping import punch_hole
 from batchopt_workers.wire.memory import anonymous_file
 
-TAIL = 2**12  # bytes shown in an error
-_MODULES = re.compile(rb"\nExtension modules: .*")  # after faulthandler's frames: kilobytes once SciPy is imported
+TAIL = 2**12  # characters shown in an error
+_KEPT = 2**16  # bytes of which those are the last
+_MODULES = re.compile(r"\nExtension modules: .*")  # after faulthandler's frames: kilobytes once SciPy is imported
 _PIECE = 2**20  # bytes after which the memory of text that was passed on is released
 
 
@@ -50,7 +51,7 @@ class Stderr:
         if size <= self._passed_on:
             return
         new = os.pread(self.fd, size - self._passed_on, self._passed_on)
-        self._tail = _MODULES.sub(b"", self._tail + new)[-TAIL:]
+        self._tail = (self._tail + new)[-_KEPT:]
         before, self._passed_on = self._passed_on, self._passed_on + len(new)
         if self._passed_on // _PIECE > before // _PIECE:
             punch_hole(self.fd, 0, self._passed_on)  # not the end, where a worker may be writing
@@ -69,4 +70,5 @@ class Stderr:
     @property
     def tail(self) -> str:
         """The last lines that the worker wrote, if it wrote any."""
-        return MARKED.sub("", self._tail.decode("utf-8", "replace")).strip()
+        text = MARKED.sub("", self._tail.decode("utf-8", "replace"))
+        return _MODULES.sub("", text)[-TAIL:].strip()  # here, as they may come in two pieces
