@@ -48,8 +48,6 @@ def main(arguments: list[str] | None = None) -> int:
         "make", metavar="SCRIPT:FUNCTION", help="a function without arguments: a BatchOptimizer that has loaded a batch"
     )
     scaling.add_argument("--seconds", type=float, default=5.0, help="to measure for (default: 5)")
-    scaling.add_argument("--bandwidth", type=float, default=1.25e8, help="of the network, in bytes per second")
-    scaling.add_argument("--draw", metavar="FILE", help="write a figure there")
     given = parser.parse_args(arguments)
     if "make" not in given:
         print(report())
@@ -69,10 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not isinstance(made, BatchOptimizer):
         parser.error(f"{name}() must return a BatchOptimizer; got {type(made).__name__}")
     with made as opt:
-        result = opt.scaling(seconds=given.seconds, bandwidth=given.bandwidth)
-    print(result)
-    if given.draw:
-        result.draw(given.draw)
+        print(opt.scaling(seconds=given.seconds))
     return 0
 
 

@@ -23,12 +23,12 @@ from batchopt._data.epochs import Source as Source
 from batchopt._engine import prepared as prepared_batches
 from batchopt._engine.checks import Difference as Difference
 from batchopt._engine.checks import cut_differences as differences
+from batchopt._engine.choose import choose_optimizer as choose_optimizer
 from batchopt._engine.observer import Evaluated as Evaluated
 from batchopt._engine.observer import Observer as Observer
 from batchopt._engine.observer import Stepped as Stepped
 from batchopt._engine.prepared import PreparedBatch as PreparedBatch
 from batchopt._engine.reporter import ProgressBar as ProgressBar
-from batchopt._engine.search import coordination as coordination
 from batchopt._engine.step import EXAMINED
 from batchopt._engine.twin import doubled as doubled
 from batchopt._engine.twin import twin_of

@@ -12,9 +12,11 @@ import torch
 from batchopt._data import arguments
 from batchopt._data.terms import Term
 from batchopt._engine import checkpoint
+from batchopt._engine.choose import OptimizerChoice, check_choice, check_goes_by_any_gradient, choose_optimizer
 from batchopt._engine.engine import Engine
 from batchopt._engine.prepared import PreparedBatch, prepared
 from batchopt._engine.resumption import ENTRIES, resuming, state_of
+from batchopt._engine.rollback import Rollback
 from batchopt._engine.settings import Settings
 from batchopt._engine.steps import Steps
 from batchopt._engine.stop_requests import StopRequests
@@ -27,9 +29,7 @@ from batchopt._program.flat_module import FlatModule
 from batchopt._program.flatten import trainable
 from batchopt.errors import TRAINER_ADVICE, BatchoptError, CheckpointError
 from batchopt.extras.history import History
-from batchopt.optim.choose import OptimizerChoice, check_choice, check_goes_by_any_gradient, choose_optimizer
 from batchopt.optim.minimizer import Minimizer, Result
-from batchopt.optim.rollback import Rollback
 from batchopt.studies import Studies
 from batchopt_workers.batch.items import Collate
 from batchopt_workers.batch.weighting import Denominators

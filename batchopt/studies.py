@@ -44,21 +44,19 @@ class Studies(Evaluations):
         return examine(self, inputs, targets, options)
 
     @exclusive
-    def scaling(self, *, seconds: float = 5.0, bandwidth: float = 1.25e8) -> Scaling:
+    def scaling(self, *, seconds: float = 5.0) -> Scaling:
         """Measure how fast evaluations of the loaded batch are by this process and by 2, 4, ... workers on all usable
-        cores, for `seconds` in all, and compute it for more workers and for several machines like this one.
+        cores, for `seconds` in all.
 
-        `print` the result for a table with a summary; `draw(path)` makes a figure. Computed times follow from the time
-        of the whole batch and of a part of it on one thread, from the coordination of workers as measured on two cores,
-        and for machines from the bytes of a gradient and the `bandwidth` of the network in bytes per second (default: 1
-        Gbit/s). Other workers are measured than those of this optimizer, on a copy of the module: they run `precode`
-        and hooks, and evaluate eagerly. Raises `ValueError` on a cluster, with `devices` and for numbers that are not
-        positive, and `BatchoptError` in the middle of a step and if no batch is loaded.
+        `print` the result for a table with a summary. Other workers are measured than those of this optimizer, on a
+        copy of the module: they run `precode` and hooks, and evaluate eagerly. Raises `ValueError` on a cluster, with
+        `devices` and for a number that is not positive, and `BatchoptError` in the middle of a step and if no batch is
+        loaded.
         """
         from batchopt.extras.scaling import measure_scaling
 
         self._owner.check_between_steps("scaling")
-        return measure_scaling(self, seconds, bandwidth)
+        return measure_scaling(self, seconds)
 
     @exclusive
     def covariance(

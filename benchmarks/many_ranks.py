@@ -43,7 +43,6 @@ from batchopt.backends.nodes.node import serve
 from batchopt.backends.nodes.placing import Capacity
 from batchopt.backends.nodes.transfer import unpacked
 from batchopt.backends.serial import SerialBackend
-from batchopt.extras.scaling import exchange
 from batchopt_workers.evaluate.program import Program
 from batchopt_workers.evaluate.state import ModuleState
 from benchmarks.arms import free_port, ranked
@@ -269,8 +268,6 @@ def findings_of(took: dict[str, dict[int, dict[str, float]]], nodes: dict[str, f
         found.append(Finding(f"processor time: {name}", 1e3 * number, "ms"))
     for count in (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024):
         found.append(Finding(f"{count} machines, 1 Gbit/s: modelled", 1e3 * model(count), "ms"))
-        by_scaling = exchange(count, PARAMETERS * ELEMENT, GIGABIT)
-        found.append(Finding(f"{count} machines, 1 Gbit/s: by scaling()", 1e3 * by_scaling, "ms"))
     return found + [Finding(f"nodes: {name}", number, "s", most=AIMS.get(name)) for name, number in nodes.items()]
 
 

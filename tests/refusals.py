@@ -613,7 +613,6 @@ of(<BOTH>, [COMPLEX], bounds=[(0, 1)]) -> ValueError: complex numbers have no or
 of("LBFGS", bounds=[(0, 1)], l1=0.1) -> ValueError: `l1` 0.1 and `bounds` are not minimised together
 of(<"LBFGS" | "SSBroyden">, when_data_change="ask") -> ValueError: must be one of 'forget', 'keep'; got 'ask'
 of("LBFGS", line_search_fn="wolfe") -> ValueError: 'strong_wolfe', 'armijo', None; got 'wolfe'
-of("CG", beta="fr") -> ValueError: `beta` must be one of 'fletcher-reeves'
 of("LBFGS", history_size=0) -> ValueError: `history_size` must be >= 1
 of("LM", damping=0.0) -> ValueError: `damping` must be positive and finite; got 0.0
 of("LM", damping="a") -> TypeError: `damping` must be a number

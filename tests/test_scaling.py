@@ -1,4 +1,4 @@
-"""`scaling()`: its table, what is computed, and that it leaves no trace."""
+"""`scaling()`: its table, and that it leaves no trace."""
 
 from __future__ import annotations
 
@@ -31,28 +31,22 @@ not_one = 3
 
 
 def rows(*seconds: float) -> tuple[ScalingRow, ...]:
-    """This process with two threads and with one, two workers, and four and eight computed."""
-    (two, one, workers, four, eight) = seconds
-    computed = [ScalingRow(4, 1, four, measured=False), ScalingRow(8, 1, eight, measured=False)]
-    return (ScalingRow(1, 2, two), ScalingRow(1, 1, one), ScalingRow(2, 1, workers, memory=74_000_000), *computed)
+    """This process with two threads and with one, and two workers."""
+    (two, one, workers) = seconds
+    return (ScalingRow(1, 2, two), ScalingRow(1, 1, one), ScalingRow(2, 1, workers, memory=74_000_000))
 
 
 def test_speed_ups_are_of_the_best_this_process_can_and_efficiencies_of_one_thread() -> None:
-    found = Scaling(rows(0.08, 0.1, 0.05, 0.03, 0.029))
+    found = Scaling(rows(0.08, 0.1, 0.05))
     assert found.speed_up(found.rows[2]) == pytest.approx(1.6) and found.efficiency(found.rows[2]) == pytest.approx(1)
-    assert found.summary == (
-        "2 workers are 1.6 times as fast as this process. On a machine with more cores 4 would be 2.7 times as fast, "
-        "and more than that would gain less than 5 %."
-    )
-    assert "74" in str(found) and "8 workers, 1 thread" in str(found) and "computed" in str(found)
-    assert Scaling(rows(0.01, 0.02, 0.05, 0.06, 0.07)).summary == "No number of workers is faster than this process."
+    assert found.summary == "2 workers are 1.6 times as fast as this process."
+    assert "74" in str(found) and "2 workers, 1 thread" in str(found)
+    assert Scaling(rows(0.01, 0.02, 0.05)).summary == "No number of workers is faster than this process."
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("chunk_size", [None, 5])
-def test_it_measures_what_there_is_and_leaves_no_trace(
-    chunk_size: int | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_it_measures_what_there_is_and_leaves_no_trace(chunk_size: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("batchopt.extras.scaling.usable_cores", lambda: 2)
     case = mlp()
     with BatchOptimizer(Slow(), nn.MSELoss(), optimizer=None, parallelize="auto", chunk_size=chunk_size) as opt:
@@ -62,24 +56,18 @@ def test_it_measures_what_there_is_and_leaves_no_trace(
         assert opt.fingerprint() == state and len(opt.workers) == 1
         opt.load(case.inputs, case.targets)
         torch.testing.assert_close(opt.evaluate(), before)
-    assert [row.workers for row in found.rows if row.measured] == ([1, 1, 2] if chunk_size is None else [1, 2])
+    assert [row.workers for row in found.rows] == ([1, 1, 2] if chunk_size is None else [1, 2])
     assert 1.4 < found.speed_up(found.best) < 2.6  # a sample takes three milliseconds, wherever
     memory = found.best.memory
     assert memory is not None and memory > 1_000_000
-    four = next(row for row in found.rows if row.workers == 4)
-    assert not four.measured and 2.3 < found.speed_up(four) < 5.1
-    pytest.importorskip("matplotlib")
-    found.draw(tmp_path / "scaling.png")
-    assert (tmp_path / "scaling.png").read_bytes()[:4] == b"\x89PNG"
 
 
-@pytest.mark.parametrize("bad", [{"seconds": math.nan}, {"seconds": -1}, {"bandwidth": 0}, {"bandwidth": "fast"}])
-def test_numbers_that_are_not_positive_are_refused(bad: dict[str, Any]) -> None:
-    (name,) = bad
+@pytest.mark.parametrize("bad", [math.nan, -1, "fast"])
+def test_numbers_that_are_not_positive_are_refused(bad: Any) -> None:
     with BatchOptimizer(nn.Linear(2, 1), nn.MSELoss()) as opt:
         opt.load(torch.randn(8, 2), torch.randn(8, 1))
-        with pytest.raises((TypeError, ValueError), match=f"`{name}` must be a positive number of"):
-            opt.scaling(**bad)
+        with pytest.raises((TypeError, ValueError), match="`seconds` must be a positive number of"):
+            opt.scaling(seconds=bad)
 
 
 @pytest.mark.parametrize("examine", ["scaling", "check"])
@@ -111,11 +99,7 @@ def test_it_is_of_this_machine() -> None:
         (["train.py"], 2, "give SCRIPT:FUNCTION"),
         (["tran.py:make"], 2, "there is no file 'tran.py'"),
         (["notes.txt:make"], 2, "'notes.txt' is not a Python script: invalid syntax"),
-        (
-            ["train.py:make", "--bandwidth", "0"],
-            1,
-            "`bandwidth` must be a positive number of bytes per second, got 0.0",
-        ),
+        (["train.py:make", "--seconds", "0"], 1, "`seconds` must be a positive number of seconds, got 0.0"),
     ],
 )
 def test_from_the_shell(tmp_path: Path, arguments: list[str], status: int, words: str) -> None:

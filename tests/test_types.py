@@ -12,7 +12,7 @@ from typing_extensions import assert_type
 
 import batchopt
 from batchopt import hogwild
-from batchopt.optim.choose import OptimizerChoice
+from batchopt._engine.choose import OptimizerChoice
 
 X, Y = torch.linspace(-1, 1, 12)[:, None], torch.ones(12, 1)
 

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from batchopt._data.terms import reweighed
+from batchopt._engine.choose import check_options
 from batchopt._engine.step import Counters, Past
 from batchopt._mapreduce.speeds import Speeds
-from batchopt.optim.choose import check_options
 
 if TYPE_CHECKING:
     from batchopt._engine.engine import Engine
-    from batchopt.optim.rollback import Rollback
+    from batchopt._engine.rollback import Rollback
 
 # The last three are in states of `parallelize="auto"`, `compile` and `history` alone.
 ENTRIES = {"module", "optimizer", "optimizer_class", "history", "speeds", "seed", "weights"}

@@ -10,13 +10,13 @@ import torch
 from batchopt._engine.compilation import Abandoned
 from batchopt._engine.engine import Engine
 from batchopt._engine.observer import Stepped
+from batchopt._engine.rollback import Rollback
 from batchopt._engine.step import Found
 from batchopt._engine.stop_requests import StopRequests
 from batchopt._engine.undo import Undo
 from batchopt._machine.interrupts import Held
 from batchopt.errors import BatchoptError
 from batchopt.optim.minimizer import Iteration, Minimizer, Result, Status, Watch
-from batchopt.optim.rollback import Rollback
 from batchopt_workers.batch.batch import Batch
 
 

@@ -116,6 +116,12 @@ def _difference(one: Value, two: Value) -> float:
     return max(abs(one.loss - two.loss) / scale, gradients)
 
 
+def same(question: str, one: Value, other: Value, tolerance: float = 0.0, status: str | None = "") -> Check:
+    """Return the check that two values differ by no more than `tolerance`; `status` says by which way one was found."""
+    difference = _difference(one, other)
+    return Check(question, difference <= tolerance, f"difference {difference:.1e}" + (f", {status}" if status else ""))
+
+
 class Stencil(NamedTuple):
     """f at five points, `step` apart, and derived numbers: the slope `measured` there and `claimed` by the gradient,
     each with its fourth difference, which is only noise; and the relative `noise` of f and its gradient."""
@@ -204,14 +210,12 @@ class Examination:
         """Compare two evaluations at one point; also return which parts of module and criterion they changed."""
         question = "two evaluations have the same bits"
         try:
-            one, two = _value(self._opt), _value(self._opt)
+            return same(question, _value(self._opt), _value(self._opt)), []
         except WorkerError as error:  # an audit has found it before
             if not error.message.startswith(DRIFTS):
                 raise
             names = error.message.removeprefix(DRIFTS).partition(", or of")[0]
             return Check(question, False, "a worker's copy is no longer what was sent"), re.findall("'(.+?)'", names)
-        same = one.loss == two.loss and torch.equal(one.gradient, two.gradient)
-        return Check(question, same, f"difference {_difference(one, two):.1e}"), []
 
     def compiled(self) -> Check | None:
         """Compare a compiled evaluation with an eager one; None if none are compiled."""
@@ -219,10 +223,8 @@ class Examination:
             return None
         with extending.uncompiled(self._opt):
             eager = _value(self._opt)
-        difference = _difference(_value(self._opt), eager)
-        passed = difference <= torch.finfo(self._opt.parameters.dtype).eps ** 0.5
-        numbers = f"difference {difference:.1e}, {extending.compiled(self._opt)}"
-        return Check("compiled evaluations are the eager ones", passed, numbers)
+        tolerance, status = torch.finfo(self._opt.parameters.dtype).eps ** 0.5, extending.compiled(self._opt)
+        return same("compiled evaluations are the eager ones", _value(self._opt), eager, tolerance, status)
 
     def recorded(self) -> Check | None:
         """Compare a recorded evaluation with an eager one; None where none are recorded."""
@@ -231,9 +233,8 @@ class Examination:
         with self._loaded(graph=True) as twin:
             *_, found = [_value(twin) for _ in range(3)]
             status = twin.workers[0].graph
-        difference = _difference(found, self.value())
-        passed = difference <= torch.finfo(self._dtype).eps ** 0.5
-        return Check("recorded evaluations are the eager ones", passed, f"difference {difference:.1e}, {status}")
+        tolerance = torch.finfo(self._dtype).eps ** 0.5
+        return same("recorded evaluations are the eager ones", found, self.value(), tolerance, status)
 
     def slope(self, hooks: bool = True) -> Check:
         """Compare central differences along the gradient with the length of the gradient. The precision of f is unknown
@@ -265,8 +266,7 @@ class Examination:
         if whole.loss != other_draws.loss:
             return self._cut_of_few(question, **changes)
         parts = self.value(dropout=False, chunk_size=math.ceil(self.size / CHUNKS), **changes)
-        difference = _difference(whole, parts)
-        return Check(question, difference <= self._tolerance(self._cut_tolerance), f"difference {difference:.1e}")
+        return same(question, whole, parts, self._tolerance(self._cut_tolerance))
 
     def _cut_of_few(self, question: str, **changes: Any) -> Check:
         with self._loaded(dropout=False, chunk_size=self.size, **changes) as twin:
@@ -286,9 +286,8 @@ class Examination:
         doubles, self._doubles = self._doubles, False
         serial = self.value(chunk_size=self._chunk_size)
         self._doubles = doubles
-        difference = _difference(serial, _value(self._opt))
         tolerance = self._tolerance(1e-9 if self._opt.parameters.dtype is torch.float64 else SINGLE)
-        return Check("workers compute what this process does", difference <= tolerance, f"difference {difference:.1e}")
+        return same("workers compute what this process does", serial, _value(self._opt), tolerance)
 
 
 def examine(opt: Evaluations, inputs: Any, targets: Any, options: Any) -> Diagnosis:
@@ -316,7 +315,7 @@ def _examine(opt: Evaluations, examination: Examination) -> Diagnosis:
 
     repeats, changed = examination.repeats()
     if failed(repeats):
-        return found(Culprit.STATE, ", ".join(changed)) if changed else found(Culprit.RANDOMNESS)
+        return found(Culprit.STATE if changed else Culprit.RANDOMNESS, ", ".join(changed))
     if failed(examination.slope()):
         return found(Culprit.HOOK if examination.slope(hooks=False).passed else Culprit.GRADIENT)
     if examination.size > 1 and failed(examination.cut()):
@@ -328,14 +327,14 @@ def _examine(opt: Evaluations, examination: Examination) -> Diagnosis:
         if getattr(opt.criterion, "reduction", None) is None and examination.cut(reduction="sum").passed:
             return found(Culprit.REDUCTION)
         return found(Culprit.HOOK if examination.cut(hooks=False).passed else Culprit.CUT)
-    if failed(examination.parallel()):
-        return found(Culprit.PARALLEL)
-    compiled = examination.compiled()
-    if compiled is not None and failed(compiled):
-        return found(Culprit.COMPILED)
-    recorded = examination.recorded()
-    if recorded is not None and failed(recorded):
-        return found(Culprit.RECORDED)
+    for compare, culprit in (
+        (examination.parallel, Culprit.PARALLEL),
+        (examination.compiled, Culprit.COMPILED),
+        (examination.recorded, Culprit.RECORDED),
+    ):
+        check = compare()
+        if check is not None and failed(check):
+            return found(culprit)
     return found(Culprit.NONE)
 
 

@@ -10,9 +10,8 @@ import torch
 
 from batchopt.errors import NonFiniteError
 from batchopt.evaluations import Evaluations
-from batchopt.extending import closure, read_count
+from batchopt.extending import choose_optimizer, closure, read_count
 from batchopt.optim import Result
-from batchopt.optim.choose import choose_optimizer
 from batchopt.optim.minimizer import Minimizer
 
 # Points whose distance is a smaller fraction of their length are one minimum.

@@ -81,15 +81,14 @@ class Curvature:
         self._known = _NOTHING
         self._pair: _Pair | None = None
         self._seen: torch.Tensor | None = None  # the vector that H last multiplied
-        self._marked: tuple[_Known, _Pair | None] | None = None
-        self._overwritten: dict[int, torch.Tensor] = {}
-        self._room: list[torch.Tensor] = []  # memory for them; new memory takes ten times as long to write
+        self.changes = 0  # how often pairs were added or dropped
 
     def __len__(self) -> int:
         return self._known.pairs + (self._pair is not None)
 
     def clear(self) -> None:
         """Drop all pairs."""
+        self.changes += 1
         self._known, self._pair, self._seen = _NOTHING, None, None
 
     def add(self, s: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -> bool:
@@ -104,7 +103,7 @@ class Curvature:
         slot = (self._known.first + self._known.pairs) % self.most
         if self._known.pairs == self.most:
             self._known = self._known.without_oldest(self.most)
-        self._keep(slot)
+        self.changes += 1
         copy(s, self._rows[2 * slot])
         copy(self._y, self._rows[2 * slot + 1])
         chained = before is self._seen and yy > self._enough**2 * gg
@@ -165,34 +164,6 @@ class Curvature:
             combination(weights, rows, image)
         return torch.where(held, moves, -image), torch.where(held, vector + (2 * moves + image) / scale, 0.0)
 
-    def mark(self) -> None:
-        """Remember the current state for `rewind`; rows are copied only when they are overwritten."""
-        self._marked = self._known, self._pair
-        self._room += self._overwritten.values()
-        self._overwritten = {}
-
-    def rewind(self) -> None:
-        """Restore the state of the last `mark`."""
-        assert self._marked is not None
-        for slot, rows in self._overwritten.items():
-            self._rows[2 * slot : 2 * slot + 2] = rows
-        self._room += self._overwritten.values()
-        self._overwritten = {}
-        self._known, self._pair = self._marked
-        self._seen = None
-        if self._pair is not None:
-            self._pair = self._pair._replace(after=None)
-
-    def _keep(self, slot: int) -> None:
-        if self._marked is None or slot in self._overwritten:
-            return
-        known, pair = self._marked
-        if (slot - known.first) % self.most < known.pairs + (pair is not None):
-            rows = self._rows[2 * slot : 2 * slot + 2]
-            kept = self._room.pop() if self._room else torch.empty_like(rows)
-            copy(rows.view(-1), kept.view(-1))
-            self._overwritten[slot] = kept
-
     def state_dict(self) -> dict[str, Any]:
         """Return tensors: the pairs, the oldest first (shape `(pairs, 2, size)`), their products, and the position of
         the oldest one in the ring, which fixes the order of sums."""
@@ -217,6 +188,7 @@ class Curvature:
         sy, yy = (state[key].cpu()[dropped:, dropped:].double().clone().numpy() for key in ("sy", "yy"))
         self._known = _Known(first, sy, yy, np.zeros((2, len(kept))))
         self._pair = self._seen = None
+        self.changes += 1
 
 
 def _quietly() -> np.errstate:

@@ -222,13 +222,12 @@ class LBFGS(Descent):
         # The products of the last pair, as the next direction would take them.
         self._curvature.times(self._steepest(run.here), self._direction)
 
-    def _forget(self) -> bool:
-        remembered = len(self._curvature) > 0
+    def _forget(self) -> None:
         self._curvature.clear()
-        return remembered
 
-    def _may_keep(self) -> bool:
-        return self._group["when_data_change"] == "keep" and len(self._curvature) > 0
+    @property
+    def _knows(self) -> bool:
+        return len(self._curvature) > 0
 
     def _first(self, slope: float) -> float | None:
         return 1.0 if self._box is not None or len(self._curvature) else None

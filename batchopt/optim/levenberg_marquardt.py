@@ -98,6 +98,7 @@ class LevenbergMarquardt(Minimizer):
     ) -> None:
         super().__init__(locals())
 
+    _knowledge = "damping"
     _kept = (*Minimizer._kept, "damping", "growth", "scale")
 
     def _unpacked(self, key: str, value: Any) -> Any:
@@ -117,12 +118,9 @@ class LevenbergMarquardt(Minimizer):
         finally:
             del self._squares
 
-    def _forget(self) -> bool:
-        memory = self._memory
-        return any([memory.pop(key, None) is not None for key in ("damping", "growth", "scale")])
-
-    def _may_keep(self) -> bool:
-        return self._group["when_data_change"] == "keep" and "damping" in self._memory
+    def _forget(self) -> None:
+        for key in ("damping", "growth", "scale"):
+            self._memory.pop(key, None)
 
     def _advance(self, run: Search) -> float | None:
         memory, here, after = self._memory, run.here, run.spare[0]

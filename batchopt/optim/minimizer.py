@@ -221,20 +221,21 @@ class Minimizer(torch.optim.Optimizer):
         """Move from `run.here` to a better point; return the step's length, as the method defines it, or None."""
 
     @abstractmethod
-    def _forget(self) -> bool:
-        """Drop what is known of the function, except its gradient here; return whether anything was dropped."""
+    def _forget(self) -> None:
+        """Drop what is known of the function, except its gradient here."""
 
-    def _may_keep(self) -> bool:
-        """Tell whether there is knowledge that `_forget` would drop, and it is to be kept if the function changes."""
-        return False
+    @property
+    def _knows(self) -> bool:
+        """Tell whether anything is known of the function that `_forget` would drop."""
+        return self._knowledge in self._memory
 
     def _drop(self, run: Search, why: str) -> bool:
-        """Forget, and add the reason to the result; return whether anything was dropped."""
+        """Forget, and add the reason to the result if anything was known; return whether it was."""
         self._memory.pop("on_trial", None)
-        if not self._forget():
-            return False
-        run.forgotten += (why,)
-        return True
+        known = self._knows
+        self._forget()
+        run.forgotten += (why,) * known
+        return known
 
     def _judge(self, run: Search, ratio: float) -> None:
         """Decide, after the first step on a changed function, whether to keep what was known: along that step the
@@ -349,7 +350,7 @@ class Minimizer(torch.optim.Optimizer):
         apart = norm(add(here.gradient, last.gradient, -1.0, out=self._change))
         scale = max(norm(here.gradient), norm(last.gradient))
         if apart > SAME_GRADIENT * scale or abs(here.f - f) > SAME_F * max(abs(here.f), abs(f)):
-            if self._may_keep():
+            if self._knows and self._group.get("when_data_change") == "keep":
                 self._memory["on_trial"] = True
             else:
                 self._drop(run, "the function changed between two steps")
@@ -494,6 +495,7 @@ class Minimizer(torch.optim.Optimizer):
         self.state.clear()
         self._memory.update({key: self._unpacked(key, memory[key]) for key in self._kept if key in memory})
 
+    _knowledge = ""  # the key of what is known of the function
     # Keys that are remembered from step to step; subclasses add to them.
     _kept: tuple[str, ...] = ("x", "gradient", "f", "n_iter", "func_evals", "on_trial", *_PAUSED)
 

@@ -71,6 +71,7 @@ class SSBroyden(Descent):
     ) -> None:
         super().__init__(locals())
 
+    _knowledge = "inverse"
     _kept = (*Descent._kept, "inverse", "pace")
 
     def _make_room(self) -> None:
@@ -139,15 +140,12 @@ class SSBroyden(Descent):
         self._catch_up()
         return super().__getstate__()
 
-    def _forget(self) -> bool:
+    def _forget(self) -> None:
         self._update = None
-        return self._memory.pop("inverse", None) is not None
-
-    def _may_keep(self) -> bool:
-        return self._group["when_data_change"] == "keep" and "inverse" in self._memory
+        self._memory.pop("inverse", None)
 
     def _first(self, slope: float) -> float | None:
-        return 1.0 if "inverse" in self._memory else None
+        return 1.0 if self._knows else None
 
 
 def _weights(size: int, sy: float, curvature: float, yhy: float) -> tuple[float, float, float, float] | None:

@@ -34,9 +34,6 @@ SEARCHES: dict[str, Make] = {
     "lbfgs in a box": boxed(batchopt.LBFGS),
     "lbfgs armijo": functools.partial(batchopt.LBFGS, line_search_fn="armijo"),
     "cg": batchopt.CG,
-    "cg fletcher-reeves": functools.partial(batchopt.CG, beta="fletcher-reeves"),
-    "cg polak-ribiere": functools.partial(batchopt.CG, beta="polak-ribiere"),
-    "cg hestenes-stiefel": functools.partial(batchopt.CG, beta="hestenes-stiefel"),
     "ssbroyden": batchopt.SSBroyden,
 }
 OF_SQUARES: dict[str, Make] = {

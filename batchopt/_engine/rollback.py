@@ -12,7 +12,8 @@ from batchopt_workers.wire.structures import PLAIN
 
 class Rollback:
     """Keeps X and the state of an optimizer as of the last `take`. Tensors in the optimizer's state are copied, into
-    reused memory; of lists (L-BFGS's history) the items are kept, which are appended and dropped but not written."""
+    reused memory; of lists (the history of torch's L-BFGS) the items are kept, which are appended and dropped but not
+    written. A `Curvature` would be too large to copy at each step: if it has changed since, it is forgotten."""
 
     def __init__(self, vector: torch.Tensor) -> None:
         self._vector = vector
@@ -20,6 +21,7 @@ class Rollback:
         self._copy = torch.empty_like(vector)
         self._state: dict[Any, dict[Any, Any]] = {}
         self._groups: list[dict[str, Any]] = []
+        self._curvatures: list[tuple[Curvature, int]] = []
 
     def take(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Remember the current state."""
@@ -27,11 +29,13 @@ class Rollback:
         with torch.no_grad():
             self._copy.copy_(self._vector)
         if self._optimizer is not None:
-            kept, self._state = self._state, {}
+            kept, self._state, self._curvatures = self._state, {}, []
             for parameter, state in self._optimizer.state.items():  # a loop: a comprehension is another call
                 room, own = kept.get(parameter, {}), self._state.setdefault(parameter, {})
                 for key, value in state.items():
                     own[key] = _kept(value, room.get(key))
+                    if isinstance(value, Curvature):
+                        self._curvatures.append((value, value.changes))
             self._groups = []
             for group in self._optimizer.param_groups:
                 self._groups.append(of_group := {})
@@ -46,9 +50,9 @@ class Rollback:
             return
         self._optimizer.state.clear()
         self._optimizer.state.update(self._state)
-        for value in [value for state in self._state.values() for value in state.values()]:
-            if isinstance(value, Curvature):
-                value.rewind()
+        for curvature, changes in self._curvatures:
+            if curvature.changes != changes:
+                curvature.clear()
         groups = self._optimizer.param_groups
         del groups[len(self._groups) :]
         for group, before in zip(groups, self._groups, strict=True):
@@ -57,11 +61,7 @@ class Rollback:
 
 
 def _kept(value: Any, room: Any) -> Any:
-    """Return a copy of a tensor, in `room` if it fits there, or of a list; mark a `Curvature`, which restores itself;
-    return anything else unchanged."""
-    if isinstance(value, Curvature):
-        value.mark()
-        return value
+    """Return a copy of a tensor, in `room` if it fits there, or of a list; anything else unchanged."""
     if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
         if not isinstance(room, torch.Tensor) or room.shape != value.shape or room.dtype != value.dtype:
             return value.detach().clone()
