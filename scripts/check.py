@@ -124,7 +124,7 @@ def main() -> int:
     chosen = choose(files)
     print(f"{len(files)} files have changed; testing {' '.join(chosen)}", flush=True)
     deadline = Deadline(time.monotonic() + MINUTE)
-    code = pytest.main(["-q", "-x", "-m", "not slow and not nightly", *chosen], plugins=[deadline])
+    code = pytest.main(["-q", "-x", *chosen], plugins=[deadline])
     return 0 if code == pytest.ExitCode.INTERRUPTED and deadline.left else int(code)
 
 

@@ -8,7 +8,6 @@ import re
 import signal
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -51,17 +50,15 @@ def group_of(nodeid: str) -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of the cases of a test that is `sampled(n)` the first of each n are run more often than the others: these are
-    slow, or, where it is slow, of the night. Without n it is the first of all."""
-    counts = Counter[str]()
+    """Of the `rows` of a test the first is run more often than the others: these are slow, or, where it is slow, of the
+    night."""
+    begun = set[str]()
     for item in items:
-        sampled = item.get_closest_marker("sampled")
-        marks = {mark.name for mark in item.iter_markers()}
-        if sampled is not None and "nightly" not in marks:
-            test = item.nodeid.partition("[")[0]
-            if counts[test] % (sampled.args[0] if sampled.args else len(items)):
+        marks, test = {mark.name for mark in item.iter_markers()}, item.nodeid.partition("[")[0]
+        if "rows" in marks and "nightly" not in marks:
+            if test in begun:
                 item.add_marker("nightly" if "slow" in marks else "slow")
-            counts[test] += 1
+            begun.add(test)
 
 
 def pytest_collection_finish() -> None:

@@ -50,7 +50,7 @@ def probabilities(module: nn.Module, k: float, c: float) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
+@pytest.mark.rows
 @pytest.mark.parametrize(("k", "c"), [(1.0, 1.0), (3.0, 0.0), (0.5, 2.0), (0.0, 0.0)])
 def test_points_are_drawn_with_the_published_probabilities(monkeypatch: pytest.MonkeyPatch, k: float, c: float) -> None:
     drawn = torch.zeros(len(POINTS), dtype=torch.float64)
@@ -92,6 +92,7 @@ def test_the_factors_go_from_uniform_to_the_largest() -> None:
         assert means[0] > means[1] > means[2] and abs(means[2] - 50.5) < 8
 
 
+@pytest.mark.slow
 def test_the_same_points_for_any_number_of_workers_and_shares() -> None:
     found = []
     for options in ({"chunk_size": 7}, {}):  # without chunks shares follow the speeds, and last bits the shares
@@ -101,6 +102,7 @@ def test_the_same_points_for_any_number_of_workers_and_shares() -> None:
     assert all(torch.equal(found[0], other) for other in found[1:])
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_a_checkpoint_with_the_same_points(tmp_path: Path) -> None:
     def draw(opt: BatchOptimizer) -> Any:
         return batchopt.resample(opt, "equation", POINTS, samples=20)

@@ -85,7 +85,7 @@ class _Dispatch(_python_dispatch.TorchDispatchMode):  # type: ignore[no-untyped-
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.sampled
+@pytest.mark.rows
 @pytest.mark.parametrize(
     ("enter", "name"),
     [

@@ -69,6 +69,7 @@ def parts(module: nn.Module) -> dict[str, Any]:
 # ---- f, while that changes
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("two_are_faster")
 @pytest.mark.parametrize("chunk_size", [None, 5])
 def test_f_and_its_gradient_are_those_of_one_process_whoever_evaluates(chunk_size: int | None) -> None:
@@ -126,6 +127,7 @@ def test_four_workers_are_tried_then_two_with_two_threads_each(
         assert opt.run_on_workers(lambda worker: torch.get_num_threads()) == [2, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("two_cores")
 def test_a_batch_is_not_cut_where_that_would_change_f() -> None:
     case = mlp()
@@ -181,6 +183,7 @@ def chosen(opt: BatchOptimizer) -> tuple[set[float], list[str]]:
     return found, ["here" if worker.pid == os.getpid() else str(worker.device) for worker in opt.workers]
 
 
+@pytest.mark.slow
 def test_a_device_is_used_where_it_is_faster(at_once: Any) -> None:
     case, module = mlp(), Slow(0.0)
     expected, gradient = reference(module, case.criterion, case.inputs, case.targets)
@@ -214,6 +217,7 @@ def test_a_device_is_used_where_it_is_faster(at_once: Any) -> None:
                     opt.load_state_dict({**state, "parallelize": {**state["parallelize"], "devices": wrong}})
 
 
+@pytest.mark.slow
 def test_devices_do_not_cut_a_batch_where_that_would_change_f(at_once: Any) -> None:
     """Also where no workers on the cores come into question, whose share would be timed."""
     at_once({(1, 0): 0.1, (1, 1): 0.06, (2, 2): 0.03})
@@ -250,6 +254,7 @@ def other(y: torch.Tensor) -> torch.Tensor:
     return 1.01 * y
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("does", [fails, other])
 def test_where_a_device_fails_or_finds_another_f_the_choice_goes_on_without_it(at_once: Any, does: Any) -> None:
     at_once({(1, 0): 0.1, (1, 1): 0.01, (2, 0): 0.05})
@@ -258,6 +263,7 @@ def test_where_a_device_fails_or_finds_another_f_the_choice_goes_on_without_it(a
         assert len(found) == 1 and where == ["cpu", "cpu"] and "a worker on cpu:0 failed" in str(choice_of(opt))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("resized", [False, True])
 def test_an_interrupt_before_a_device_was_compared_leaves_it_unused_and_what_the_user_asks_for_then_stays(
     at_once: Any, monkeypatch: pytest.MonkeyPatch, resized: bool
@@ -282,6 +288,7 @@ def test_an_interrupt_before_a_device_was_compared_leaves_it_unused_and_what_the
         assert len(found) == 1 and where == ["cpu"] * (2 + resized)
 
 
+@pytest.mark.slow
 def test_devices_with_state_in_workers_are_used_at_once_and_what_was_chosen_stays(at_once: Any) -> None:
     case, given = mlp(), {**parts(Mlp().double()), "devices": ["cpu:0"] * 2}
     with BatchOptimizer(**given, prehook=lambda worker, sample: None) as opt:
@@ -302,6 +309,7 @@ def test_devices_with_state_in_workers_are_used_at_once_and_what_was_chosen_stay
 # ---- where the number of workers stays
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("two_cores")
 def test_with_state_in_workers_their_number_is_one_per_core_and_stays() -> None:
     case = mlp()
@@ -325,6 +333,7 @@ def test_with_state_in_workers_their_number_is_one_per_core_and_stays() -> None:
         assert opt.check(case.inputs, case.targets).healthy
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("two_cores")
 def test_mini_batches_and_functions_of_the_batch_go_on_as_before(capsys: pytest.CaptureFixture[str]) -> None:
     case = mlp()
@@ -401,7 +410,7 @@ def locked(lock: Any, output: torch.Tensor, targets: torch.Tensor) -> torch.Tens
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
+@pytest.mark.rows
 @pytest.mark.usefixtures("two_cores")
 @pytest.mark.parametrize(
     ("criterion", "reason"),

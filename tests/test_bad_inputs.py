@@ -64,7 +64,7 @@ def memory_of(module: Any) -> list[tuple[object, ...]]:
     return [(id(p), strided.get(p), p._version) for p in known]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.rows
 @pytest.mark.parametrize("row", rows(MODULES), ids=lambda row: row.call)
 def test_a_module_that_cannot_be_optimized_is_refused_untouched_before_a_process_starts(
     row: Refusal, started: list[BaseProcess]
@@ -82,7 +82,7 @@ def test_arguments_that_cannot_work_are_refused_before_a_process_starts(
     check_refused(row.provoke, row.error, row.words, started)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.rows
 @pytest.mark.parametrize("row", [*rows(BATCHES), *rows(OTHERS)], ids=lambda row: row.call)
 def test_what_cannot_be_read_or_evaluated_is_refused(row: Refusal) -> None:
     check_refused(row.provoke, row.error, row.words, [])

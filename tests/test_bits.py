@@ -55,7 +55,7 @@ def alone(workload: str, optimizer: str) -> tuple[str, str]:
     return run(WORKLOADS[workload](torch.float32), optimizer, chunk_size=5)
 
 
-@pytest.mark.sampled
+@pytest.mark.rows
 @pytest.mark.filterwarnings("ignore:5 chunks for 8 workers")
 @pytest.mark.parametrize(
     "workload, parallelize, optimizer",
@@ -69,6 +69,7 @@ def test_any_number_of_workers_gives_the_same_bits(workload: str, parallelize: i
     assert run(case, optimizer, chunk_size=5, parallelize=parallelize) == alone(workload, optimizer)
 
 
+@pytest.mark.slow
 def test_data_that_starts_anywhere_in_memory_gives_the_same_bits() -> None:
     """Matrix kernels differ with the alignment of their data."""
 
@@ -86,6 +87,7 @@ def test_data_that_starts_anywhere_in_memory_gives_the_same_bits() -> None:
             assert run(shifted(offset), chunk_size=16, parallelize=parallelize) == expected
 
 
+@pytest.mark.slow
 def test_deterministic_algorithms_fix_the_chunks() -> None:
     torch.use_deterministic_algorithms(True)
     try:

@@ -25,6 +25,7 @@ def burgers() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_the_solution_is_that_of_a_finer_quadrature(burgers: ModuleType) -> None:
     t, x = np.meshgrid([0.02, 0.3, 0.7, 1.0], [-0.97, -0.4, -0.01, 0.003, 0.2, 0.9], indexing="ij")
     eta = np.linspace(-2, 2, 400_001)

@@ -529,6 +529,7 @@ def write_in_copies(path: Path) -> None:
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_at_any_point_or_byte_leaves_a_whole_file(saved: Path) -> None:
     checkpoint.write(saved.with_name("new.pt"), MORE, LAYOUT)
     size = saved.with_name("new.pt").stat().st_size

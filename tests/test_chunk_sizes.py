@@ -49,6 +49,7 @@ def size_of(opt: BatchOptimizer) -> int | None:
     return step.chunk_size
 
 
+@pytest.mark.rows
 @pytest.mark.parametrize("parallelize", [1, 2])
 def test_smaller_chunks_are_used_where_they_are_faster(parallelize: int, faster: str) -> None:
     expected = 1280 // parallelize // 16 if faster == "small" else None
@@ -58,6 +59,7 @@ def test_smaller_chunks_are_used_where_they_are_faster(parallelize: int, faster:
         assert size_of(opt) == expected  # for later batches, too
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("faster", ["small"], indirect=True)
 @pytest.mark.filterwarnings("ignore:.*statistics of a chunk")
 def test_what_depends_on_the_cut_is_not_cut(faster: str) -> None:

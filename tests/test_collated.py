@@ -48,6 +48,7 @@ class Pool(nn.Module):
         return (sums / lengths[:, None])[:, 0]
 
 
+@pytest.mark.rows
 @pytest.mark.parametrize("parallelize, chunk_size", [(1, None), (1, 2), (2, None), (2, 1)])
 def test_each_chunk_of_a_list_is_collated_no_more_than_twice_a_step_and_worker_but_for_audits(
     parallelize: int, chunk_size: int | None, tmp_path: Path
@@ -80,6 +81,7 @@ def test_what_a_prehook_does_to_a_collated_piece_is_done_to_each_anew(tmp_path: 
         assert [opt.evaluate().item() for _ in range(4)] == pytest.approx([first] * 4, rel=1e-6)
 
 
+@pytest.mark.rows
 @pytest.mark.parametrize("options", [{}, {"chunk_size": 5}, {"parallelize": 2}])
 @pytest.mark.parametrize("as_dataset", [False, True])
 def test_samples_that_are_left_out_are_refused_unless_denominators_tell_what_counts(

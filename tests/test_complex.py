@@ -117,7 +117,7 @@ def close(found: Any, right: Any, tolerance: float = 1e-10) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(3)
+@pytest.mark.rows
 @EACH
 @PAIR
 @pytest.mark.filterwarnings("ignore:.*rows of the Jacobian took a backward each")
@@ -212,6 +212,7 @@ def test_a_conjugate_parameter_keeps_its_values() -> None:
 # ---- hogwild, and f with a graph; optimizers are in `optim/test_descent.py`
 
 
+@pytest.mark.slow
 @EACH
 def test_hogwild_and_loss_train_complex_parameters(parallelize: int) -> None:
     module: Any = Operator(False)

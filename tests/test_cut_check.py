@@ -75,6 +75,7 @@ def said(opt: BatchOptimizer, *batch: Any) -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
+@pytest.mark.rows
 @WAYS
 @pytest.mark.parametrize(
     "module, loss",
@@ -142,7 +143,7 @@ def tokens(longest_first: bool) -> torch.Tensor:
     return torch.where(torch.arange(TOKENS) < lengths[:, None], torch.arange(60)[:, None] % 3, PADDING)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.rows
 @WAYS
 @pytest.mark.parametrize(
     "criterion, inputs, targets",
@@ -329,6 +330,7 @@ def drawn() -> tuple[Any, ...]:
     return random.getstate(), state[1].tolist(), torch.get_rng_state().tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"chunk_size": 10}, {"parallelize": 2, "chunk_size": 10}])
 def test_it_leaves_no_trace(options: dict[str, Any]) -> None:
     case, found = mlp(), []
@@ -395,7 +397,7 @@ PAIRS = [nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.PoissonNLLLoss
 PAIRS.append(nn.MultiLabelSoftMarginLoss)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.rows
 @pytest.mark.filterwarnings("ignore:Using a target size", "ignore:reduction")
 @pytest.mark.parametrize("options", [{}, {"chunk_size": 12}, {"parallelize": 2}], ids=["whole", "chunks", "workers"])
 @pytest.mark.parametrize("kind", PAIRS)

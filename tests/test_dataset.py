@@ -52,6 +52,7 @@ def test_batches_of_a_dataset_are_read_in_the_workers_and_have_the_bits_of_tenso
 # What is kept
 
 
+@pytest.mark.slow
 @EACH
 @pytest.mark.usefixtures("nobody_late")
 def test_each_sample_is_read_once_or_in_each_evaluation(parallelize: int, tmp_path: Path) -> None:
@@ -146,6 +147,7 @@ def test_draws_after_reading_are_those_of_a_reading_that_draws_nothing(paralleli
 # Means
 
 
+@pytest.mark.slow
 @EACH
 def test_denominators_are_asked_for_once_chunk_by_chunk(parallelize: int, tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -36,6 +36,7 @@ DEVICES = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.rows
 @DEVICES
 @pytest.mark.parametrize("case", [mlp, cnn, rnn, burgers, logistic], ids=lambda case: case.__name__)
 @pytest.mark.parametrize("chunk_size", [None, 4])
@@ -109,6 +110,7 @@ def test_a_worker_that_is_killed_is_replaced_on_its_device(devices: list[str]) -
         assert opt.workers[0].restarts == 1
 
 
+@pytest.mark.slow
 def test_a_stand_in_gives_the_same_bits_and_stays_as_it_is() -> None:
     fingerprints = set()
     given: list[dict[str, Any]] = [{}, {"devices": ["cpu:0", "cpu:0", "cpu"]}]
@@ -144,7 +146,7 @@ def replays(worker: Worker) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
+@pytest.mark.rows
 @pytest.mark.parametrize("case", [mlp, cnn, burgers], ids=lambda case: case.__name__)
 @pytest.mark.parametrize("chunk_size", [None, 4])
 def test_workers_on_devices_record_what_repeats(case: Callable[[], Workload], chunk_size: int | None) -> None:

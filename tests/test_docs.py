@@ -56,7 +56,7 @@ def prose(page: Path) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(3)
+@pytest.mark.rows
 @pytest.mark.parametrize(
     "page",
     [page for page in DOCS if programs(page) and page not in (RECIPES, LIBRARIES, LOGGING)],
@@ -350,7 +350,7 @@ def test_the_readme_is_short() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled
+@pytest.mark.rows
 @pytest.mark.parametrize("example", sorted((ROOT / "docs" / "examples").glob("*.py")), ids=lambda path: path.stem)
 def test_examples_are_short_and_do_what_they_say(example: Path, tmp_path: Path) -> None:
     assert len(example.read_text().splitlines()) <= 40

@@ -66,7 +66,7 @@ def test_the_main_names_have_an_example() -> None:
     assert {f"BatchOptimizer.{name}" for name in METHODS_HAVE_ONE} <= EXAMPLES.keys()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.rows
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_prints_what_it_says(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

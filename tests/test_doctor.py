@@ -106,7 +106,7 @@ PLANTED: dict[str, tuple[Any, Any, dict[str, Any], Culprit, str]] = {
 }
 
 
-@pytest.mark.sampled
+@pytest.mark.rows
 @pytest.mark.parametrize("parallelize", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fault", PLANTED)
 def test_a_planted_fault_is_found_and_named(fault: str, parallelize: int) -> None:
@@ -205,7 +205,7 @@ def test_workers_that_lack_something_are_found() -> None:
         assert opt.check(case.inputs, case.targets).culprit is Culprit.PARALLEL
 
 
-@pytest.mark.sampled
+@pytest.mark.rows
 @pytest.mark.parametrize("workload", WORKLOADS)
 @pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)])
 def test_the_doctor_is_silent_on_the_healthy(workload: str, dtype: torch.dtype) -> None:

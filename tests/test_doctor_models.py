@@ -218,7 +218,7 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (1, 2))])
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow) if n == "adaptive ode, 1e-6" else n for n in CASES]
@@ -235,6 +235,7 @@ def test_the_doctor_is_silent_on_right_models(name: str, seed: int) -> None:
         assert found.healthy, str(found)
 
 
+@pytest.mark.rows
 @pytest.mark.parametrize("captured", ["by a closure", "by a partial", "by a method"])
 def test_the_doctor_copies_a_module_that_the_loss_captured(captured: str) -> None:
     torch.manual_seed(0)

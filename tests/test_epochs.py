@@ -206,7 +206,7 @@ LOOPS: dict[str, Callable[[BatchOptimizer, Batches], Iterator[float]]] = {
 }
 
 
-@pytest.mark.sampled
+@pytest.mark.rows
 @EACH
 @pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
 @pytest.mark.parametrize("stop", [3, 4, 6])
@@ -289,6 +289,7 @@ def test_prepared_batches_may_be_passed_over_and_are_used_once_in_their_turn_wit
         assert (batches.epoch, batches.iteration, opt.batch_counter) == (1, 5, 3)
 
 
+@pytest.mark.slow
 @EACH
 def test_another_batch_between_two_steps_changes_nothing(parallelize: int) -> None:
     def run(looks: bool) -> list[float]:

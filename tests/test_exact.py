@@ -9,7 +9,7 @@ import batchopt
 from tests.workloads import WORKLOADS
 
 
-@pytest.mark.sampled
+@pytest.mark.rows
 @pytest.mark.parametrize("workload", WORKLOADS)
 @pytest.mark.parametrize("parallelize", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 5))])
 def test_loss_and_gradient_are_those_of_plain_torch(parallelize: int, workload: str) -> None:

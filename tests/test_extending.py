@@ -26,6 +26,7 @@ def optimizer(parallelize: int = 1, **options: Any) -> BatchOptimizer:
     return opt
 
 
+@pytest.mark.slow
 @both
 def test_what_is_evaluated_apart_leaves_no_trace(parallelize: int) -> None:
     case = mlp()
@@ -42,6 +43,7 @@ def test_what_is_evaluated_apart_leaves_no_trace(parallelize: int) -> None:
         assert opt.fingerprint() == other.fingerprint() and opt.eval_counter == other.eval_counter
 
 
+@pytest.mark.rows
 @both
 @pytest.mark.parametrize("double", [False, True])
 def test_a_twin_finds_the_same_and_moves_nothing(parallelize: int, double: bool) -> None:

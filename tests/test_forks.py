@@ -73,6 +73,7 @@ each_workers = pytest.mark.parametrize("workers", [1, 2])
 each_state = pytest.mark.parametrize("state", STATES)
 
 
+@pytest.mark.rows
 @each_workers
 @each_state
 def test_what_a_child_writes_is_its_own_and_it_keeps_the_values_of_its_beginning(workers: int, state: str) -> None:
@@ -109,7 +110,7 @@ def test_what_a_child_writes_is_its_own_and_it_keeps_the_values_of_its_beginning
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(3)
+@pytest.mark.rows
 @pytest.mark.parametrize(
     "state, workers",
     [("open", 1), ("closed", 2), ("open", 2), ("closed", 1), ("dropped", 1), ("dropped", 2)],
@@ -275,7 +276,7 @@ def no_fork(*given: Any) -> Any:
     return given[-1] if len(given) == 3 else 1
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.rows
 @pytest.mark.parametrize("where", ["prehook", "posthook", "forward", "run_on_workers", "collect", "total"])
 def test_a_copy_of_a_worker_that_comes_back_from_the_users_code_ends(where: str) -> None:
     expected, _ = run(no_fork, where)

@@ -406,7 +406,7 @@ def asked(batch: tuple[Any, ...], options: dict[str, Any], plain: Plain, module:
         return [f.item(), gradient, losses, gradients, *map(torch.tensor, ahead)]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.rows
 @pytest.mark.filterwarnings("ignore:.* for . workers")
 @pytest.mark.parametrize("name", FORMS)
 def test_each_form_has_the_numbers_of_plain_torch_and_the_bits_of_one_worker(name: str) -> None:
@@ -416,6 +416,7 @@ def test_each_form_has_the_numbers_of_plain_torch_and_the_bits_of_one_worker(nam
     assert one[0] == two[0] and all(map(torch.equal, one[1:], two[1:]))
 
 
+@pytest.mark.rows
 @pytest.mark.filterwarnings("ignore:.* for . workers")
 @pytest.mark.parametrize("name", ["tensors", "a list", "a dataset", "terms", "weights of tensors"])
 def test_so_it_has_with_complex_parameters(name: str) -> None:
@@ -428,6 +429,7 @@ def test_so_it_has_with_complex_parameters(name: str) -> None:
 EPOCHS = ["tensors", "an array of doubles", "a list that is collated", "a dataset", "a TensorDataset", "a Subset"]
 
 
+@pytest.mark.rows
 @pytest.mark.filterwarnings("ignore:.* for . workers")
 @pytest.mark.parametrize("name", EPOCHS)
 @pytest.mark.parametrize("parallelize", [1, 2])

@@ -35,6 +35,7 @@ def agrees(opt: BatchOptimizer, source: Any, loss: float, gradient: torch.Tensor
     return slope
 
 
+@pytest.mark.rows
 @WORKERS
 @pytest.mark.parametrize("chunk_size", [None, 2])
 @pytest.mark.parametrize("case", [mlp, logistic, summed, rnn], ids=lambda case: case.__name__)
@@ -51,6 +52,7 @@ def test_it_is_that_of_one_batch(case: Any, chunk_size: int | None, parallelize:
         assert not torch.equal(slope, opt.full_gradient(batches(work, 10))[1])
 
 
+@pytest.mark.slow
 def test_twice_the_same_bits_and_for_any_number_of_workers() -> None:
     def bits(dtype: torch.dtype, **options: Any) -> set[Any]:
         work, found = mlp(dtype), set()
@@ -94,6 +96,7 @@ def test_one_term_is_weighed_and_several_are_an_error() -> None:
         opt.full_gradient([])
 
 
+@pytest.mark.slow
 @WORKERS
 def test_draws_buffers_and_the_next_step_are_as_without(parallelize: int) -> None:
     def run(measured: bool) -> tuple[str, dict[str, torch.Tensor]]:

@@ -49,6 +49,7 @@ def wide() -> Workload:
     return Workload(module, nn.MSELoss(), torch.randn(12, 40).double(), torch.randn(12, 1).double())
 
 
+@pytest.mark.rows
 @pytest.mark.parametrize(
     "case, options",
     [
@@ -192,7 +193,7 @@ def test_a_module_without_a_second_derivative_is_an_error_with_torchs_words(para
         assert extending.product_counter(opt) == 0
 
 
-@pytest.mark.sampled
+@pytest.mark.rows
 @EACH
 def test_a_product_that_is_not_finite_names_its_sample(parallelize: int) -> None:
     """The second derivative of |x|^1.5 at 0, where loss and gradient are finite."""

@@ -22,6 +22,7 @@ def build(history: bool | int = True, optimizer: Any = "lbfgs", **options: Any) 
     return BatchOptimizer(module, nn.MSELoss(), optimizer=optimizer, history=history, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [True, 3])
 def test_it_has_what_a_callback_is_told(every: Any) -> None:
     told: list[Iteration] = []
@@ -44,6 +45,7 @@ def test_other_optimizers_have_a_row_for_each_step() -> None:
         assert opt.history["f"] == losses and opt.history["step"] == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("l1", [0.0, 1e-3])
 def test_it_has_the_losses_of_terms_at_the_accepted_points(l1: float) -> None:
     def squares(net: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

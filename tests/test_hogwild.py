@@ -47,7 +47,7 @@ def plain(epochs: int, shuffle: bool) -> tuple[nn.Module, list[float]]:
     return module, losses
 
 
-@pytest.mark.sampled
+@pytest.mark.rows
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("backend", ["serial", "process"])
 def test_one_worker_is_plain_sgd_bit_for_bit(shuffle: bool, backend: str) -> None:

@@ -104,7 +104,7 @@ def with_lists(opt: BatchOptimizer) -> None:
     opt.predict(X)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.rows
 @pytest.mark.parametrize("parallelize", [1, 2])
 @pytest.mark.parametrize("work", [with_tensors, with_a_dataset, with_lists])
 def test_what_a_signal_handler_raises_comes_as_it_is(work: Callable[[BatchOptimizer], None], parallelize: int) -> None:
@@ -132,6 +132,7 @@ def test_an_optimizer_can_be_used_after_a_signal_wherever_its_owner_is_told() ->
             check(opt)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallelize", [1, 2])
 def test_the_loaded_batch_stays_where_a_prediction_is_cut_short(parallelize: int) -> None:
     with handling(stop), make(Scaled(), parallelize=parallelize) as opt:
@@ -198,7 +199,7 @@ def test_a_late_report_of_an_abandoned_call_is_not_taken_for_one_of_the_next(
         assert [worker.restarts for worker in opt.workers] == [0, 0]
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("minibatches", [False, True])
 def test_between_any_two_lines_of_an_evaluation_that_repeats(minibatches: bool) -> None:
     """Workers may have been rung for or not, be at it or done: the next evaluation finds what it would have found."""

@@ -272,7 +272,7 @@ def test_an_audit_runs_on_copies_with_one_worker_too() -> None:
             assert module.calls == 4 * number and seen == [16] * 4 * number
 
 
-@pytest.mark.sampled
+@pytest.mark.rows
 @settings(max_examples=4, deadline=None, derandomize=True)
 @given(names=st.lists(st.sampled_from(["k", "frozen", "t", "array", "log"]), min_size=1, max_size=3, unique=True))
 def test_a_loss_that_writes_what_it_likes_is_one_function_or_refused(names: list[str]) -> None:

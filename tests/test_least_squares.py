@@ -59,7 +59,7 @@ class Bent(Mlp):
 
 
 @pytest.mark.slow
-@pytest.mark.sampled
+@pytest.mark.rows
 @EACH
 @pytest.mark.filterwarnings("ignore:.*rows of the Jacobian took a backward each")
 @pytest.mark.parametrize("function", [Once.apply, ByNumpy.apply])
@@ -80,7 +80,7 @@ def test_products_with_what_can_be_differentiated_once_are_refused(parallelize: 
         assert opt.evaluate() < before
 
 
-@pytest.mark.sampled
+@pytest.mark.rows
 @EACH
 def test_products_through_attention(parallelize: int) -> None:
     torch.manual_seed(0)
@@ -106,7 +106,7 @@ class Coupled(nn.Linear):
         return torch.cat([y, coupled + coupled.mean()])
 
 
-@pytest.mark.sampled
+@pytest.mark.rows
 @EACH
 def test_samples_that_are_coupled_are_found_wherever_they_are(parallelize: int) -> None:
     module = Coupled(3, 2).double()
@@ -134,6 +134,7 @@ def _halves(y: torch.Tensor) -> torch.Tensor:
     return y.roll(len(y) // 2, 0)
 
 
+@pytest.mark.rows
 @EACH
 @pytest.mark.parametrize("couple", [_mean_of_all, _neighbours, _halves])
 def test_samples_that_are_coupled_in_a_later_batch_are_found_where_they_are_evaluated_together(
@@ -167,7 +168,7 @@ def test_samples_that_are_coupled_in_a_later_batch_are_found_where_they_are_eval
 # ---- lists of samples, sparse gradients
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @EACH
 @pytest.mark.filterwarnings("ignore:.*rows of the Jacobian took a backward each")
 def test_a_list_of_samples(parallelize: int) -> None:
@@ -202,7 +203,7 @@ def test_samples_of_any_number_of_residuals(parallelize: int) -> None:
         torch.testing.assert_close(torch.from_numpy(opt.objective().least_squares().jac(opt.parameters)), rows * 2**0.5)
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @EACH
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.filterwarnings("ignore:.*rows of the Jacobian took a backward each")

@@ -113,6 +113,7 @@ def test_a_graph_that_is_retained_is_differentiated_again(
     agrees(case, lambda: back(opt.loss()), lambda loss: loss)
 
 
+@pytest.mark.rows
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("parallelize", [1, 2])
 def test_its_gradient_has_the_bits_of_evaluate(dtype: torch.dtype, parallelize: int) -> None:
@@ -129,6 +130,7 @@ def test_its_gradient_has_the_bits_of_evaluate(dtype: torch.dtype, parallelize: 
         assert torch.equal(torch.cat([part.flatten() for part in found]), wanted)
 
 
+@pytest.mark.slow
 def test_gradients_that_somebody_keeps_are_not_overwritten(made: tuple[BatchOptimizer, Workload]) -> None:
     """As by plain torch, whose every backward makes new ones."""
     opt, case = made
@@ -158,6 +160,7 @@ def test_what_has_no_derivative_and_what_is_refused() -> None:
             torch.autograd.grad(opt.loss(), [*module[0].parameters()], create_graph=True)
 
 
+@pytest.mark.slow
 def test_an_optimizer_steps_along_it(made: tuple[BatchOptimizer, Workload]) -> None:
     """As a trainer does that knows of no closure."""
     opt, case = made

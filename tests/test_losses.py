@@ -207,6 +207,7 @@ def inputs(samples: int = N) -> torch.Tensor:
     return torch.randn(samples, 4, dtype=torch.float64)
 
 
+@pytest.mark.rows
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("name, which", CASES)
 def test_every_loss_for_every_cut(name: str, which: int, reduction: str) -> None:
@@ -220,6 +221,7 @@ def stack(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor,
     return torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs])
 
 
+@pytest.mark.rows
 @pytest.mark.parametrize("collate", [None, stack])
 @pytest.mark.parametrize("parallelize", [1, 2])
 def test_smoothed_losses_of_targets_without_weight_count_in_a_list_of_samples(collate: Any, parallelize: int) -> None:

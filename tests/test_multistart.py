@@ -43,7 +43,7 @@ def optimizer_of(workers: int, **options: Any) -> batchopt.BatchOptimizer:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
+@pytest.mark.rows
 @pytest.mark.parametrize("choice", CHOICES)
 def test_ends_are_those_of_runs_one_by_one(choice: str) -> None:
     steps = 5 if choice == "adam" else 1
@@ -142,6 +142,7 @@ def test_a_flat_direction_is_one_minimum(workers: int) -> None:
         assert {run.minimum for run in opt.multistart(starts).runs} == {0}
 
 
+@pytest.mark.slow
 def test_runs_are_steps_that_count_and_hear_of_stop() -> None:
     prints = []
     for workers in (1, 2):

@@ -56,7 +56,7 @@ def test_an_easy_problem_is_solved_by_all(solver: str) -> None:
     assert problem.digits(b) > 6 and evaluations < 100
 
 
-@pytest.mark.sampled
+@pytest.mark.rows
 @pytest.mark.parametrize("name", ["BoxBOD", "ENSO", "Eckerle4", "Misra1a", "Nelson", "Rat43"])
 def test_defaults_find_six_digits_from_both_starts(name: str) -> None:
     problem = PROBLEMS[name]

@@ -42,7 +42,7 @@ def build(parallelize: int, **options: Any) -> BatchOptimizer:
     return BatchOptimizer(Bounded(), nn.MSELoss(), parallelize=parallelize, **options)
 
 
-@pytest.mark.sampled
+@pytest.mark.rows
 @WORKERS
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("on_nonfinite", ["raise", "return"])

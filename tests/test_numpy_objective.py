@@ -136,6 +136,7 @@ def root_of_weight(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch
     return loss
 
 
+@pytest.mark.rows
 @pytest.mark.parametrize("parallelize", [1, 2])
 @pytest.mark.parametrize("on_nonfinite", ["raise", "return"])
 def test_where_f_is_nan_it_is_an_answer(on_nonfinite: str, parallelize: int) -> None:
@@ -190,6 +191,7 @@ METHODS: dict[str, Callable[[Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.rows
 @pytest.mark.parametrize("method", [*METHODS, "L-BFGS-B with bounds"])
 def test_scipy_finds_the_minimum(method: str) -> None:
     """It is unique: there the gradient is 0, but at a bound."""
@@ -207,6 +209,7 @@ def test_scipy_finds_the_minimum(method: str) -> None:
         assert opt.evaluate().item() == pytest.approx(found.fun, rel=1e-12)
 
 
+@pytest.mark.rows
 @pytest.mark.parametrize("method", ["bfgs", "l-bfgs", "cg"])
 def test_a_torch_optimizer_of_another_library_finds_the_minimum(method: str) -> None:
     torchmin = pytest.importorskip("torchmin")
@@ -222,6 +225,7 @@ def test_a_torch_optimizer_of_another_library_finds_the_minimum(method: str) -> 
 # ---- residuals, for SciPy's least squares, with bounds and robust losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallelize", [1, 2])
 def test_half_the_sum_of_the_squares_is_f_and_the_jacobian_is_its_own(parallelize: int) -> None:
     module = flow()
@@ -299,6 +303,7 @@ def test_a_point_is_evaluated_again_with_another_hook(parallelize: int) -> None:
 IN_PLACE = ["tensor attribute in place", "buffer in place", "frozen parameter", "attribute", "NumPy array"]
 
 
+@pytest.mark.slow
 @WORKERS
 def test_a_point_is_evaluated_again_after_a_change(parallelize: int) -> None:
     world = World()

@@ -84,7 +84,7 @@ def armed() -> Callable[[BatchOptimizer], object]:
     return lambda opt: opt.run_on_workers(lambda worker: worker.state.update(parent=worker.rank == 1))
 
 
-@pytest.mark.sampled
+@pytest.mark.rows
 @pytest.mark.parametrize(
     "use",
     [
@@ -121,7 +121,7 @@ def test_a_signal_handler_cannot_use_what_waits_for_workers(
         assert opt.eval_counter == 2
 
 
-@pytest.mark.sampled
+@pytest.mark.rows
 @pytest.mark.parametrize(
     "call",
     [lambda opt: opt.evaluate(), lambda opt: opt.step(X, Y), lambda opt: opt.collect(signals, X, Y)],
@@ -161,7 +161,7 @@ def test_a_module_that_evaluates_itself_is_told() -> None:
         made.evaluate()
 
 
-@pytest.mark.sampled
+@pytest.mark.rows
 @needs_fork
 @forks_with_threads
 @pytest.mark.parametrize("parallelize", [1, 2])

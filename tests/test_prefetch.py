@@ -51,7 +51,7 @@ def stop(*given: Any) -> Any:
     return next(iter(()))
 
 
-@pytest.mark.sampled
+@pytest.mark.rows
 @pytest.mark.parametrize("parallelize", [1, 2])
 @pytest.mark.parametrize("read", [*STOPS.values(), None], ids=[*STOPS, "of denominators"])
 def test_stop_iteration_out_of_user_code_is_no_end_of_the_data(read: Any, parallelize: int) -> None:
@@ -63,6 +63,7 @@ def test_stop_iteration_out_of_user_code_is_no_end_of_the_data(read: Any, parall
             list(read(opt))
 
 
+@pytest.mark.rows
 @pytest.mark.parametrize("batch", [[0, 1], (0,), (0, 1, ["a"] * 4), {"a": 0}, Pair(0, 1)], ids=str)
 def test_what_a_loader_yields(batch: Any) -> None:
     """Lists and tuples are arguments of `load`; a dict and a named tuple are the inputs."""
@@ -97,7 +98,7 @@ def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     ]
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("parallelize", [1, 2])
 @pytest.mark.parametrize("optimizer", ["sgd", "lbfgs"])
 def test_steps_are_the_steps_one_by_one(parallelize: int, optimizer: str) -> None:

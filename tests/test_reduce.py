@@ -56,6 +56,7 @@ def bits(found: tuple[Whole, torch.Tensor]) -> tuple[str, list[int], list[int], 
     )
 
 
+@pytest.mark.slow
 @given(st.integers(1, 40), st.data())
 @settings(deadline=None)
 def test_the_bits_do_not_depend_on_who_evaluated_what(chunks: int, data: st.DataObject) -> None:
@@ -132,6 +133,7 @@ def test_a_missing_chunk_is_noticed(chunks: int, missing: int) -> None:
         reduced(answers, chunks)
 
 
+@pytest.mark.slow
 @given(st.integers(1, 40), st.data())
 @settings(deadline=None)
 def test_merging_on_the_way_changes_no_bit(chunks: int, data: st.DataObject) -> None:

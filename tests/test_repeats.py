@@ -112,6 +112,7 @@ class Sometimes(nn.Module):
         return y + 1e-9 * torch.rand(()) if self.draws else self.second(y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draws", [False, True])
 def test_gradients_of_a_function_that_takes_another_path_now_and_then(draws: bool) -> None:
     module = Sometimes(draws)
@@ -224,6 +225,7 @@ def products(parallelize: int, large: bool, **options: Any) -> list[torch.Tensor
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("large", [False, True])
 def test_products_repeat_as_evaluations_do(large: bool) -> None:
     expected = products(1, large)

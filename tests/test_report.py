@@ -48,6 +48,7 @@ RECORDS = {
 }
 
 
+@pytest.mark.rows
 @pytest.mark.parametrize("verbose", RECORDS)
 def test_evaluations_are_a_bar_at_one_and_records_above_with_the_shares_of_workers_at_three(
     verbose: int, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
@@ -125,6 +126,7 @@ def test_the_cut_does_not_matter_to_what_takes_samples_one_by_one(module: nn.Mod
     assert warned(module, 6, 1, chunk_size=3) == []
 
 
+@pytest.mark.rows
 @pytest.mark.parametrize(
     "samples, chunk_size, workers, message",
     [

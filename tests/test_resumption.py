@@ -60,7 +60,7 @@ def everything(tmp_path: Path) -> Any:
     return found
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("here", KINDS)
 def test_a_state_of_another_class_is_refused_and_names_both(here: str, everything: Any, tmp_path: Path) -> None:
     path = tmp_path / "state"
@@ -119,6 +119,7 @@ BAD: list[tuple[list[Any], Any, str]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["torch.Adam", "batchopt.LBFGS"])
 def test_a_bad_entry_is_named_and_nothing_has_changed(kind: str, everything: Any) -> None:
     with optimizer(kind) as one, optimizer(kind, steps=2) as other:
@@ -140,6 +141,7 @@ def test_a_bad_entry_is_named_and_nothing_has_changed(kind: str, everything: Any
         assert other.step(CASE.inputs, CASE.targets) > 0
 
 
+@pytest.mark.rows
 @pytest.mark.parametrize("kind", list(KINDS)[:-1])
 def test_one_that_has_refused_a_state_goes_on_as_one_that_was_never_asked(kind: str) -> None:
     """At whatever entry it was refused, in the middle of what it has not yet applied, and with the objects it had."""

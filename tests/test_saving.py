@@ -88,6 +88,7 @@ def each_case(test: Any) -> Any:
     return pytest.mark.parametrize("workers, closed", [(1, False), (2, True)])(test)
 
 
+@pytest.mark.slow
 @each_case
 def test_every_tensor_is_written(workers: int, closed: bool, tmp_path: Path) -> None:
     with trained(workers, closed, Hub()) as module:
@@ -104,6 +105,7 @@ def test_every_tensor_is_written(workers: int, closed: bool, tmp_path: Path) -> 
             assert_equal(again.state_dict(), module.state_dict())
 
 
+@pytest.mark.slow
 @each_case
 def test_a_part_of_a_module_takes_its_own_bytes(workers: int, closed: bool) -> None:
     for dtype in DTYPES:
@@ -116,6 +118,7 @@ def test_a_part_of_a_module_takes_its_own_bytes(workers: int, closed: bool) -> N
             assert_equal(pickle.loads(pickle.dumps(module)).state_dict(), module.state_dict())
 
 
+@pytest.mark.slow
 @each_case
 def test_a_gradient_takes_its_own_bytes(workers: int, closed: bool, tmp_path: Path) -> None:
     with trained(workers, closed) as module:
@@ -127,6 +130,7 @@ def test_a_gradient_takes_its_own_bytes(workers: int, closed: bool, tmp_path: Pa
         assert_equal(safetensors.torch.load_file(tmp_path / "gradients"), gradients)
 
 
+@pytest.mark.slow
 @each_case
 def test_x_and_its_gradient_are_what_the_module_has_all_the_same(workers: int, closed: bool) -> None:
     module = Net()
@@ -142,6 +146,7 @@ def test_x_and_its_gradient_are_what_the_module_has_all_the_same(workers: int, c
         assert torch.equal(torch.cat(gradients), opt.grad_parameters)
 
 
+@pytest.mark.slow
 @each_case
 def test_a_copy_is_the_owner_of_its_values(workers: int, closed: bool) -> None:
     with trained(workers, closed) as module:

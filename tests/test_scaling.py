@@ -44,7 +44,7 @@ def test_speed_ups_are_of_the_best_this_process_can_and_efficiencies_of_one_thre
     assert Scaling(rows(0.01, 0.02, 0.05)).summary == "No number of workers is faster than this process."
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk_size", [None, 5])
 def test_it_measures_what_there_is_and_leaves_no_trace(chunk_size: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("batchopt.extras.scaling.usable_cores", lambda: 2)
@@ -70,6 +70,7 @@ def test_numbers_that_are_not_positive_are_refused(bad: Any) -> None:
             opt.scaling(seconds=bad)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("examine", ["scaling", "check"])
 def test_running_statistics_are_as_before(examine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("batchopt.extras.scaling.usable_cores", lambda: 1)
@@ -90,7 +91,7 @@ def test_it_is_of_this_machine() -> None:
             opt.scaling()
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [
@@ -110,6 +111,7 @@ def test_from_the_shell(tmp_path: Path, arguments: list[str], status: int, words
     assert done.returncode == status and words in done.stdout + done.stderr, done.stderr
 
 
+@pytest.mark.slow
 def test_speeds_that_were_given_and_outputs_that_are_kept_stay() -> None:
     case = mlp()
     with BatchOptimizer(case.module, case.criterion, optimizer=None, parallelize=2, speeds=[3.0, 1.0]) as opt:

@@ -148,6 +148,7 @@ PARTS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.rows
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
 @pytest.mark.parametrize("kind", PARTS)
 def test_parts_that_torch_jit_made_are_sent_to_workers(kind: str) -> None:

@@ -126,7 +126,7 @@ def test_single_precision_moves_by_what_it_can_represent() -> None:
     torch.testing.assert_close(found.double(), expected, rtol=2e-3, atol=2e-3)
 
 
-@pytest.mark.sampled
+@pytest.mark.rows
 @pytest.mark.parametrize("kind", ["lm", "lbfgs", "products"])
 def test_optimizers_find_what_they_find_with_a_graph(kind: str) -> None:
     targets = torch.as_tensor(waves([1.0, 0.5, -1.5, 0.5], TIMES.numpy()))

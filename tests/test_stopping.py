@@ -85,7 +85,7 @@ def test_asked_by_its_callback_the_step_ends_there_and_the_next_one_goes_on(para
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(3)
+@pytest.mark.rows
 @pytest.mark.parametrize("name", KINDS)
 def test_a_step_in_pieces_has_the_bits_of_a_whole_one_also_by_way_of_a_file(name: str, tmp_path: Path) -> None:
     def points(cuts: Sequence[int], dtype: torch.dtype) -> list[tuple[float, ...]]:
@@ -138,6 +138,7 @@ def test_asked_by_a_thread_and_between_two_steps() -> None:
             assert other.stopped is None
 
 
+@pytest.mark.rows
 @pytest.mark.parametrize("name", ["lbfgs", "lbfgs in a box", "cg", "ssbroyden", "lm"])
 def test_a_limit_shorter_than_an_evaluation_still_leads_to_the_end(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -255,6 +256,7 @@ def test_other_optimizers_make_their_step_and_loops_end() -> None:
         assert opt.batch_counter == 3 and opt.stopped == "stop()"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adam", "lbfgs"])
 def test_trainings_in_pieces_have_the_bits_of_a_whole_one(optimizer: str, tmp_path: Path) -> None:
     def trained(folder: Path, *cuts: int) -> tuple[list[str], torch.Tensor]:
@@ -344,6 +346,7 @@ def test_what_is_paused_above_its_lowest_point_goes_on_from_where_it_was() -> No
     assert points(rising + 1) == points(1, rising + 1, rising + 2) == whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["lbfgs", *(pytest.param(name, marks=pytest.mark.slow) for name in ("cg", "lm"))])
 @given(events=st.lists(st.tuples(st.integers(1, 3), st.sampled_from(["stop", "raise", "limit"])), max_size=4))
 @settings(max_examples=4)

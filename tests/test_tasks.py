@@ -67,7 +67,7 @@ def test_a_function_is_given_samples_of_its_own(parallelize: int) -> None:
 # ---- what comes in between
 
 
-@pytest.mark.sampled
+@pytest.mark.rows
 @pytest.mark.parametrize("what", ["collect", "outputs"])
 def test_what_a_late_worker_writes_is_in_no_result(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str) -> None:
     """It is stopped in a chunk; another one takes that over. When it goes on it writes other rows."""
@@ -117,6 +117,7 @@ def limit(worker: Worker, what: int, number: int) -> None:
     resource.setrlimit(what, (number, resource.getrlimit(what)[1]))
 
 
+@pytest.mark.slow
 def test_results_of_many_batches_take_no_descriptors() -> None:
     with make(2) as opt:
         opt.predict(X)
@@ -154,6 +155,7 @@ def test_limits_of_workers_are_named_and_survived() -> None:
         assert opt.collect(outputs).shape == (40, 4)
 
 
+@pytest.mark.slow
 @EACH
 def test_inference_mode_around_a_task_is_not_there_afterwards(parallelize: int) -> None:
     with make(parallelize) as opt:
@@ -254,6 +256,7 @@ def shared_bytes() -> int:
     return sum(found.values())
 
 
+@pytest.mark.slow
 def test_memory_for_a_large_total_is_given_back_by_a_small_one(nobody_late: None) -> None:
     def large(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return torch.ones(3000, 2000, dtype=torch.float64)
@@ -309,6 +312,7 @@ class Few(nn.MSELoss):
         return super().forward(output[:, : target.shape[1]], target)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [1, 4000], ids=["copied", "mapped"])
 def test_predictions_that_are_held_stay_when_others_are_made(nobody_late: None, width: int) -> None:
     """What comes between two of them is in `test_model.py`."""
@@ -326,6 +330,7 @@ def test_predictions_that_are_held_stay_when_others_are_made(nobody_late: None, 
         assert all(torch.equal(found, then) for found, then in kept)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("held", [False, True])
 def test_outputs_are_kept_after_a_large_result_took_their_file_and_a_worker_died(held: bool) -> None:
     def large(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

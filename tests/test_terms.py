@@ -231,6 +231,7 @@ def test_steps_read_ahead_and_weights_count_from_the_next_step_on(parallelize: i
     assert found == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.slow
 @EACH
 def test_the_doctor_examines_terms(parallelize: int) -> None:
     with BatchOptimizer(network(), terms=terms(), parallelize=parallelize) as opt:

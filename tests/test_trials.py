@@ -34,7 +34,7 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.rows
 @pytest.mark.parametrize("scale", [0.3, 5.0])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_loss_of_a_step_is_that_of_the_parameters_it_leaves(name: str, scale: float) -> None:
@@ -46,6 +46,7 @@ def test_the_loss_of_a_step_is_that_of_the_parameters_it_leaves(name: str, scale
             assert found == opt.output == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallelize", [1, 2])
 def test_the_losses_of_the_terms_are_of_the_same_point_and_the_fingerprint_is_of_all(parallelize: int) -> None:
     case, module = mlp(), valley(5.0)
@@ -87,6 +88,7 @@ CALLS: dict[str, Callable[[BatchOptimizer, Any], Any]] = {
 }
 
 
+@pytest.mark.rows
 @pytest.mark.parametrize("name", CALLS)
 def test_a_hook_cannot_save_or_load_in_the_middle_of_a_step(name: str, tmp_path: Any) -> None:
     case = mlp()

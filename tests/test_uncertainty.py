@@ -53,6 +53,7 @@ def covariance(
 # Least squares
 
 
+@pytest.mark.rows
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_standard_errors_are_those_that_nist_certifies(name: str) -> None:
     problem = PROBLEMS[name]
@@ -176,6 +177,7 @@ def information(weights: torch.Tensor) -> torch.Tensor:
     return X.T @ (weights[:, None] * X)
 
 
+@pytest.mark.rows
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("kind", ["likelihood", "sandwich"])
 @pytest.mark.parametrize("model", ["logistic", "poisson"])
@@ -253,7 +255,7 @@ def ratios(module: Any) -> torch.Tensor:
     return found
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.rows
 @pytest.mark.parametrize("kind", ["likelihood", "sandwich", "weighted"])
 @pytest.mark.parametrize("name", MEANS)
 def test_a_mean_and_a_sum_have_the_same_errors(name: str, kind: str) -> None:
@@ -321,6 +323,7 @@ class Sum(nn.Module):
         return (self.a + self.b) * x + self.c
 
 
+@pytest.mark.rows
 @pytest.mark.parametrize("kind", ["least squares", "likelihood", "sandwich"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_singular_directions_are_named_and_what_they_leave_alone_has_errors(kind: str, dtype: torch.dtype) -> None:
@@ -481,7 +484,7 @@ def test_in_single_precision_the_digits_that_are_left_are_right() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled
+@pytest.mark.rows
 @pytest.mark.parametrize("kind", ["least squares", "likelihood", "sandwich"])
 def test_bits_are_the_same_for_any_number_of_workers(kind: str) -> None:
     torch.manual_seed(0)

@@ -84,7 +84,7 @@ def plain(loss: str, z: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(4)
+@pytest.mark.rows
 @EACH
 @ROBUST_LOSSES
 @pytest.mark.parametrize("weights", [None, W])
@@ -145,7 +145,7 @@ class Decay(nn.Module):
         return self.a + self.b * torch.exp(self.c * t)
 
 
-@pytest.mark.sampled
+@pytest.mark.rows
 @ROBUST_LOSSES
 @pytest.mark.parametrize("weighted", [False, True])
 def test_the_minimum_is_scipys(loss: str, weighted: bool) -> None:
@@ -200,7 +200,7 @@ def test_at_any_magnitude(loss: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled
+@pytest.mark.rows
 @pytest.mark.parametrize("options", [{"geodesic": True}, {"dense": 0}])
 def test_geodesic_steps_and_products_without_a_matrix(options: dict[str, Any]) -> None:
     module = network()

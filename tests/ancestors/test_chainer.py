@@ -37,7 +37,7 @@ CALLS: dict[str, Callable[[nn.Module, Any, Any], torch.Tensor]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(3)
+@pytest.mark.rows
 @pytest.mark.parametrize("parallelize", [1, 2])
 @pytest.mark.parametrize("call", CALLS)
 def test_a_batch_is_unpacked_as_the_module_wants_it(call: str, parallelize: int) -> None:

@@ -18,7 +18,7 @@ from tests.workloads import mlp
 each_number = pytest.mark.parametrize("parallelize", [1, 2])
 
 
-@pytest.mark.sampled
+@pytest.mark.rows
 @each_number
 def test_hidden_states_are_inputs_and_the_next_ones_are_collected(parallelize: int) -> None:
     """Sequences that are read in parts: each goes on with the state that it had at the end of the part before."""
@@ -40,7 +40,7 @@ def test_hidden_states_are_inputs_and_the_next_ones_are_collected(parallelize: i
         assert opt.output == pytest.approx(nn.functional.mse_loss(cell(sequence)[1][0], targets).item(), rel=1e-12)
 
 
-@pytest.mark.sampled
+@pytest.mark.rows
 @each_number
 @pytest.mark.parametrize("sizes", [(7, 14, 7), (10, 3, 20, 20, 5)])
 def test_a_step_is_as_long_after_a_batch_of_another_size(sizes: tuple[int, ...], parallelize: int) -> None:

@@ -129,7 +129,7 @@ class Contract(TaskContract):
         found = opt.run_on_workers(lambda worker: worker.module.encoder.weight is worker.module.decoder.weight)
         assert found == [True] * self.parallelize
 
-    @pytest.mark.sampled
+    @pytest.mark.rows
     @pytest.mark.parametrize("with_loss_fn, number", [(True, 1.75), (False, 1.75), (False, 0.75)])
     def test_what_the_user_changes_between_steps_reaches_the_workers(
         self, make: Make, with_loss_fn: bool, number: float
@@ -562,7 +562,7 @@ class Contract(TaskContract):
                 use()
         assert not any(worker.alive for worker in opt.workers)
 
-    @pytest.mark.sampled
+    @pytest.mark.rows
     @pytest.mark.parametrize("chunk_size", [None, 4])
     def test_a_loss_or_gradient_that_is_not_finite_names_its_sample(self, make: Make, chunk_size: int | None) -> None:
         case = mlp(samples=20)

@@ -138,7 +138,7 @@ class LeastSquaresContract:
         """What is given as `parallelize` to have so many workers."""
         return self.parallelize
 
-    @pytest.mark.sampled
+    @pytest.mark.rows
     @pytest.mark.parametrize("chunk_size", [None, 5])
     def test_the_normal_equations_and_products_are_those_of_one_jacobian(
         self, make: Make, chunk_size: int | None
@@ -205,7 +205,7 @@ class LeastSquaresContract:
         opt.load(DATA)
         assert opt.normal().matrix.isfinite().all()
 
-    @pytest.mark.sampled
+    @pytest.mark.rows
     @pytest.mark.parametrize("what", ASKED)
     def test_a_worker_killed_in_least_squares_changes_no_bit(self, make: Make, tmp_path: Path, what: str) -> None:
         if not self.processes:

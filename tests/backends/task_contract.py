@@ -262,7 +262,7 @@ class TaskContract(LeastSquaresContract):
         assert opt.collect(lambda m, inputs, targets: m.eval()(inputs)).shape == Y.shape
         assert opt.collect(lambda m, inputs, targets: [m.training] * len(inputs)) == [True] * len(X)
 
-    @pytest.mark.sampled
+    @pytest.mark.rows
     @pytest.mark.filterwarnings("ignore:.*it normalises by the statistics of a chunk")
     @pytest.mark.parametrize("what", [what for what in ASKED if what != "outputs"])
     def test_running_statistics_are_those_of_a_run_in_which_nothing_is_asked(self, make: Make, what: str) -> None:
@@ -487,7 +487,7 @@ class TaskContract(LeastSquaresContract):
 
     # ---- recovery
 
-    @pytest.mark.sampled
+    @pytest.mark.rows
     @pytest.mark.parametrize("what", [what for what in ASKED if what not in ("score", "collect these")])
     def test_a_worker_that_is_killed_in_the_middle_changes_no_bit(self, make: Make, tmp_path: Path, what: str) -> None:
         if not self.processes:

@@ -90,7 +90,7 @@ PROGRAMS: dict[str, tuple[str, int]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(3)
+@pytest.mark.rows
 @SLOW
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_however_a_program_ends_its_processes_do(name: str) -> None:
@@ -159,7 +159,7 @@ def interrupted(script: str, *signals: signal.Signals, busy: int = 1) -> tuple[i
 
 
 @pytest.mark.slow
-@pytest.mark.sampled
+@pytest.mark.rows
 @SLOW
 @pytest.mark.parametrize("signals", [(signal.SIGINT,), (signal.SIGINT, signal.SIGINT), (signal.SIGTERM,)])
 def test_a_signal_ends_a_busy_program_and_its_workers(signals: tuple[signal.Signals, ...]) -> None:
@@ -193,6 +193,7 @@ print(right, [worker.restarts for worker in opt.workers])
 # ---- a worker ends, or should not
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk_size", [None, 4])
 def test_who_writes_the_parameters_ends_two_workers_and_no_more_and_they_are_untouched(chunk_size: int | None) -> None:
     """With many chunks, each of which could end some, no worker would be left before one of them is poison."""
@@ -239,6 +240,7 @@ class Lazy(nn.Module):
         return y
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hooked", [False, True])
 def test_parameters_that_the_first_forward_writes_are_one_clear_error(hooked: bool) -> None:
     data, module = (torch.rand(8, 6), torch.rand(8, 4)), Lazy(writes=True)

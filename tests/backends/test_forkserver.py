@@ -48,6 +48,7 @@ def start(worker: Worker) -> list[int]:
         return [child, fork, int(process.stdout.readline())]
 
 
+@pytest.mark.slow
 def test_it_is_kept_for_the_next_workers_when_it_has_ended_what_workers_left() -> None:
     with small() as opt:
         first, orphans = latest(), [pid for pids in opt.run_on_workers(start) for pid in pids]
@@ -148,7 +149,7 @@ def test_it_ends_when_nobody_has_needed_it_for_a_while() -> None:
         assert subprocess.run(command, pass_fds=[theirs.fileno()], timeout=280).returncode == 0
 
 
-@pytest.mark.sampled
+@pytest.mark.rows
 @pytest.mark.slow
 @pytest.mark.parametrize("closed", [">&-", "<&-", "2>&-", "<&- >&-", "<&- >&- 2>&-"])
 def test_standard_streams_may_be_closed(closed: str, tmp_path: Path) -> None:

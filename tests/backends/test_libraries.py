@@ -55,7 +55,7 @@ STARTS_THREADS = "threading.Thread(target=threading.Event().wait, daemon=True).s
 
 
 @pytest.mark.slow
-@pytest.mark.sampled
+@pytest.mark.rows
 @pytest.mark.parametrize(
     "given, times",
     [

@@ -25,7 +25,7 @@ from tests.conftest import is_fork_server, listening
 from tests.workloads import Mlp, mlp
 
 
-@pytest.mark.sampled
+@pytest.mark.rows
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["file", "stdin", "-c", "-m"])
 def test_a_program_without_a_main_guard_works_and_leaves_nothing(tmp_path: Path, way: str) -> None:
@@ -37,7 +37,7 @@ def test_a_program_without_a_main_guard_works_and_leaves_nothing(tmp_path: Path,
     assert_gone(pids(ended.stdout))
 
 
-@pytest.mark.sampled
+@pytest.mark.rows
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["spawn", "forkserver"])
 def test_a_program_works_in_processes_that_it_has_started(tmp_path: Path, how: str) -> None:
@@ -114,6 +114,7 @@ def test_results_of_functions_have_tensors_of_any_kind_or_it_is_said_why_not() -
         assert opt.run_on_workers(lambda worker: worker.rank) == [0, 1]
 
 
+@pytest.mark.rows
 @pytest.mark.parametrize("size", [0, 1, 1000, 2**15, 2**23])
 def test_arguments_and_results_of_any_size_arrive_whole(size: int) -> None:
     body = os.urandom(size)
@@ -130,6 +131,7 @@ def test_a_failing_precode_is_the_error_and_leaves_nothing() -> None:
         BatchOptimizer(Mlp(), nn.MSELoss(), parallelize=2, precode=precode)
 
 
+@pytest.mark.slow
 def test_a_worker_has_a_group_threads_and_the_callers_recursion_limit_and_none_of_its_package(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -216,6 +218,7 @@ def test_two_optimizers_do_not_notice_each_other() -> None:
         assert second.evaluate().item() == pytest.approx(two.reference()[0], rel=1e-12)
 
 
+@pytest.mark.slow
 def test_a_frozen_tensor_is_mapped_not_copied_by_every_worker() -> None:
     class WithTable(nn.Module):
         def __init__(self) -> None:

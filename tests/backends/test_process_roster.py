@@ -176,7 +176,7 @@ class Long:
         return bytes([sample.indices[0] % 256]) * self.size
 
 
-@pytest.mark.sampled
+@pytest.mark.rows
 @pytest.mark.parametrize("size", [2**14, 2**20])
 def test_a_full_pipe_is_emptied(size: int) -> None:
     case = mlp(samples=2 * CHUNKS)

@@ -53,7 +53,7 @@ while True:
 """
 
 
-@pytest.mark.sampled
+@pytest.mark.rows
 @pytest.mark.parametrize("block, printed", [(0, 10), (1, 0)])
 def test_the_program_of_the_page_about_clusters(two_nodes: Cluster, block: int, printed: int, tmp_path: Path) -> None:
     programs = blocks(ROOT / "docs" / "cluster.md")

@@ -74,7 +74,7 @@ def test_a_node_that_is_killed_in_mid_step(start: Start, undisturbed: str, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.sampled
+@pytest.mark.rows
 @pytest.mark.parametrize("way", ["killed", "stopped"])
 def test_an_actor_that_ends_or_stops_in_mid_step(
     two_nodes: Cluster, undisturbed: str, tmp_path: Path, way: str

@@ -94,7 +94,7 @@ def test_bits_depend_on_no_worker(tmp_path: Path) -> None:
             opt.load_checkpoint(path)
 
 
-@pytest.mark.sampled
+@pytest.mark.rows
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*normalises by the statistics of a chunk")
 @pytest.mark.parametrize("parallelize", [1, 2])
@@ -137,7 +137,7 @@ CHANGES: dict[str, Callable[[nn.Module, Scaled], object]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.sampled
+@pytest.mark.rows
 @pytest.mark.parametrize(
     ("change", "parallelize"),
     [
@@ -200,7 +200,7 @@ def of_the_surroundings(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.sampled
+@pytest.mark.rows
 @pytest.mark.parametrize(
     ("optimizer", "warm", "words"),
     [
@@ -381,7 +381,7 @@ def test_differences_are_measured_by_the_present_f(monkeypatch: pytest.MonkeyPat
             opt.evaluate()
 
 
-@pytest.mark.sampled
+@pytest.mark.rows
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_rounding_of_terms_that_cancel_is_no_difference(dtype: torch.dtype) -> None:

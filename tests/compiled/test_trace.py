@@ -183,6 +183,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Loss, str]] = {
 }
 
 
+@pytest.mark.rows
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_a_trace_would_not_see_is_refused(case: str) -> None:
     make, loss, reason = REFUSED[case]
@@ -221,6 +222,7 @@ WRITES: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
 }
 
 
+@pytest.mark.rows
 @pytest.mark.parametrize("way", WRITES)
 def test_buffers_are_results_in_whatever_way_they_are_written(way: str) -> None:
     assert trace_of(Writes(WRITES[way]), plain).written == (0,)
@@ -242,6 +244,7 @@ def test_one_graph_serves_the_numbers_of_samples_for_which_the_code_is_the_same(
     assert {samples: found.serves(samples) for samples in serves} == serves
 
 
+@pytest.mark.slow
 def test_equal_computations_have_equal_digests() -> None:
     """Whatever made them; a Python number, a mode, and a literal are part of what is computed."""
 

@@ -378,7 +378,7 @@ def test_an_interrupt_in_the_parent_undoes_the_call(run: Play, oracle: Play, poi
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
+@pytest.mark.rows
 @SLOW
 @pytest.mark.parametrize(
     "point, work",

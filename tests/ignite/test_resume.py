@@ -98,7 +98,7 @@ def check(trained: Callable[[str, int | None], Any], positions: Iterable[int] = 
     return expected
 
 
-@pytest.mark.sampled
+@pytest.mark.rows
 @pytest.mark.parametrize("name", DATA)
 @pytest.mark.parametrize("every", [1, *(pytest.param(often, marks=pytest.mark.nightly) for often in (2, None))])
 def test_killed_at_every_batch(name: str, every: int | None, tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ SCHEDULERS: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
-@pytest.mark.sampled
+@pytest.mark.rows
 @pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step:UserWarning")  # by torch 2.6 itself
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_schedules_go_on_and_others_are_refused(name: str, tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_schedules_go_on_and_others_are_refused(name: str, tmp_path: Path) -> No
             trained("whole", None, epochs=3, **options)
 
 
-@pytest.mark.sampled
+@pytest.mark.rows
 @pytest.mark.parametrize("noisy", [False, True])
 @pytest.mark.parametrize("positions", [(1, 3, 5, 6, 8, 10), pytest.param((2, 4, 7, 9), marks=pytest.mark.slow)])
 def test_a_loader_with_workers(noisy: bool, positions: tuple[int, ...], tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_a_loader_with_workers(noisy: bool, positions: tuple[int, ...], tmp_path
     check(lambda folder, killed: run(tmp_path / folder, lambda: loader(next(numbers), noisy), killed=killed), positions)
 
 
-@pytest.mark.sampled
+@pytest.mark.rows
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["tensors", *(pytest.param(n, marks=pytest.mark.slow) for n in ("dataset", "loader without workers"))]

@@ -19,7 +19,7 @@ def momentum(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.5, momentum=0.5)
 
 
-@pytest.mark.sampled
+@pytest.mark.rows
 @pytest.mark.slow
 @pytest.mark.parametrize("compress", [TWO_BIT, "fp16", "bf16"])
 def test_steps_come_about_as_far_and_go_on_from_a_state(compress: Any) -> None:

@@ -8,7 +8,7 @@ from tests.backends.contract import Contract
 
 
 @pytest.mark.slow
-@pytest.mark.sampled
+@pytest.mark.rows
 class TestTwoNodes(Contract):
     """Two nodes, with a worker each."""
 

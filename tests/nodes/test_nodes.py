@@ -208,7 +208,7 @@ def test_an_interrupt_leaves_it_usable(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled
+@pytest.mark.rows
 @pytest.mark.usefixtures("losses")
 @pytest.mark.parametrize("way", ["a node is killed", "a node is stopped", "a worker is killed"])
 def test_a_process_that_ends_or_stops_in_mid_step(undisturbed: str, tmp_path: Path, way: str) -> None:

@@ -108,7 +108,7 @@ class Boxed(Problem):
         return torch.cat([*self.result.active.values()])
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.rows
 @pytest.mark.parametrize("make", MAKES)
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_the_minimum_is_the_published_one(name: str, make: str) -> None:
@@ -136,6 +136,7 @@ def quadratic(n: int, condition: float, seed: int) -> tuple[torch.Tensor, torch.
     return rows, -rows @ torch.randn(n, generator=random, dtype=torch.float64)
 
 
+@pytest.mark.rows
 @pytest.mark.parametrize("make", MAKES)
 @pytest.mark.parametrize("seed", range(4))
 def test_the_minimum_of_a_quadratic_is_that_of_all_active_sets(make: str, seed: int) -> None:
@@ -183,6 +184,7 @@ def test_a_step_that_is_cut_off_at_the_bounds_leads_down() -> None:
     assert found is not None and gradient @ found < 0 < gradient @ steps[0].clamp(-0.1, 0.1)
 
 
+@pytest.mark.slow
 def test_the_model_is_solved_about_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     solved: list[int] = []
     step = Curvature.step
@@ -198,6 +200,7 @@ def test_the_model_is_solved_about_once_a_step(monkeypatch: pytest.MonkeyPatch) 
     assert run.active.any() and len(solved) <= 1.1 * result.iterations and result.forgotten == ()
 
 
+@pytest.mark.rows
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("make", MAKES)
 def test_where_everything_is_at_a_bound_and_what_is_fixed(make: str, dtype: torch.dtype) -> None:
@@ -239,6 +242,7 @@ def test_infinite_bounds_are_none_to_the_bit(function: Function) -> None:
     assert runs[1].result.active is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [LBFGS, LM])
 def test_units_change_nothing_but_exponents(make: Any) -> None:
     def path(of_r: int, of_x: int) -> list[torch.Tensor]:

@@ -55,8 +55,8 @@ TORCHS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
     if name not in ("SparseAdam", "Muon", "LBFGS")
 }
-# One of each algorithm, and one of torch's; the rest is slow.
-QUICK = "lbfgs", "ssbroyden", "levenberg-marquardt", "svrg", "Adam"
+# The rest is slow.
+QUICK = "lbfgs", "levenberg-marquardt", "Adam"
 
 
 def each(kinds: Iterable[str]) -> list[Any]:

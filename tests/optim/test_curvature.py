@@ -54,7 +54,7 @@ def test_the_direction_is_that_of_the_two_loops(size: int, most: int, asks: list
     assert len(walk.curvature) == len(walk.pairs)
 
 
-@pytest.mark.sampled
+@pytest.mark.rows
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 def test_more_elements_than_a_block(dtype: torch.dtype, tolerance: float) -> None:
     walk = Walk(algebra.BLOCK * 2 + 17, 3, dtype)

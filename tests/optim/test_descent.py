@@ -73,6 +73,7 @@ def test_result_says_what_was_done(make: Make) -> None:
     assert seen[7].number == 8 and seen[-1].evaluations == len(problem.values)
 
 
+@pytest.mark.rows
 @every_kind
 def test_no_limits_and_no_tolerances_mean_that_it_runs_until_nothing_lower_is_found(make: Make) -> None:
     problem = Problem(make, logits, start(), max_iter=None, **NO_END)
@@ -103,6 +104,7 @@ def test_what_ends_a_step(make: Make) -> None:
     assert torch.equal(problem.x, start())
 
 
+@pytest.mark.rows
 @every_kind
 @pytest.mark.parametrize("bad", [math.nan, pytest.param(math.inf, marks=slow)])
 @pytest.mark.parametrize("refused", [False, True])
@@ -235,7 +237,7 @@ def saved(optimizer: Minimizer) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(3)
+@pytest.mark.rows
 @pytest.mark.parametrize("kind", KINDS)
 @both_dtypes
 def test_at_every_iteration_one_goes_on_from_a_saved_state_with_the_same_bits(kind: str, dtype: torch.dtype) -> None:
@@ -260,6 +262,7 @@ def test_a_state_of_other_parameters_is_refused(make: Make) -> None:
         Problem(make, valley, start(7)).optimizer.load_state_dict(saved(problem.optimizer))
 
 
+@pytest.mark.rows
 @every_kind
 def test_a_state_that_is_looked_at_within_a_step_changes_nothing_and_copies_have_it(make: Make) -> None:
     def look(optimizer: Minimizer) -> None:

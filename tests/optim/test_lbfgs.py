@@ -52,7 +52,7 @@ def test_fewer_evaluations_than_the_optimizer_of_torch() -> None:
     assert result.evaluations < count
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("l1", [0.003, 0.02, 0.1, 1.0])
 def test_l1_is_the_minimum_of_soft_thresholding_with_its_zeros(l1: float) -> None:
     problem = Problem(batchopt.LBFGS, logistic, start(12), l1=l1, **EXACT)

@@ -99,6 +99,7 @@ def test_directions_whose_squares_underflow_are_no_error(size: float) -> None:
     assert x.abs().max() <= 2 * size
 
 
+@pytest.mark.rows
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("power, most", [(1, 12), (2, 44)])
 @pytest.mark.parametrize("of_r, of_x", [(0, 0), (30, -20), (-30, 20)])
@@ -131,6 +132,7 @@ def evaluations_of_peaks(count: int, units: float) -> int:
     return optimizer.result.evaluations
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [99, 100])
 def test_units_do_not_matter_for_100_parameters_nor_for_101(count: int) -> None:
     assert evaluations_of_peaks(count, 6.0) == evaluations_of_peaks(count, 0.0) < 12
@@ -153,7 +155,7 @@ def run(parallelize: int, **options: Any) -> tuple[float, str, Result]:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled
+@pytest.mark.rows
 @OPTIONS
 def test_the_bits_are_those_of_one_process(options: dict[str, Any]) -> None:
     loss, fingerprint, result = run(1, **options)
@@ -162,6 +164,7 @@ def test_the_bits_are_those_of_one_process(options: dict[str, Any]) -> None:
     assert run(1, scaling="identity", tolerance_change=0.0, **options)[0] < run(1, damping=1e12)[0] / 2
 
 
+@pytest.mark.slow
 def test_its_steps_are_those_over_residuals_alone() -> None:
     torch.manual_seed(0)
     x, y = torch.randn(30, 6, dtype=torch.float64), torch.randn(30, 4, dtype=torch.float64)
@@ -217,7 +220,7 @@ def found(module: nn.Module, parameters: list[nn.Parameter], workers: int, **opt
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(4)
+@pytest.mark.rows
 @OPTIONS
 @pytest.mark.parametrize("pick", ORDERS.values(), ids=ORDERS)
 def test_parameters_may_be_some_in_any_order(pick: Pick, options: dict[str, Any]) -> None:

@@ -65,6 +65,7 @@ class Changing:
         return f
 
 
+@pytest.mark.rows
 @every_kind
 @pytest.mark.parametrize("function", OTHERS.values(), ids=OTHERS)
 def test_another_function_is_not_taken_for_new_points(kind: Kind, function: reference.Function) -> None:

@@ -53,6 +53,7 @@ def plain(module: nn.Module, create_graph: bool = False) -> tuple[float, list[to
     return loss.item(), [*gradients]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallelize", [1, 2])
 def test_two_moves_in_a_step_are_those_of_plain_torch(parallelize: int) -> None:
     alone = network()

@@ -58,6 +58,7 @@ def test_the_matrix_is_its_formulas() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-8)
 
 
+@pytest.mark.slow
 def test_the_matrix_is_made_smaller_when_steps_are_short() -> None:
     problem = Problem(batchopt.SSBroyden, product, small(4), max_iter=60, tolerance_change=0.0)
     found, expected, shrunk = run(problem, product, small(4))
@@ -65,6 +66,7 @@ def test_the_matrix_is_made_smaller_when_steps_are_short() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
+@pytest.mark.slow
 def test_a_flat_start_does_not_shorten_the_steps_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     def evaluations() -> int:
         problem = Problem(batchopt.SSBroyden, product, small(8), max_iter=None, max_eval=3000, tolerance_change=0.0)

@@ -75,7 +75,7 @@ def same(one: Seen, other: Seen, of_f: int, of_x: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(4)
+@pytest.mark.rows
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("kind", SEARCHES)
 @given(powers, powers)
@@ -91,7 +91,7 @@ def test_of_descent(kind: str, function: str, of_f: int, of_x: int) -> None:
     same(run(moved), expected, of_f, of_x)
 
 
-@pytest.mark.sampled
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", OF_SQUARES)
 @pytest.mark.parametrize("residuals", SQUARES)
 @given(st.integers(-83, 83), powers)  # f is the square of residuals
@@ -105,6 +105,7 @@ def test_of_levenberg_marquardt(residuals: str, kind: str, of_r: int, of_x: int)
     same(run(moved), expected, 2 * of_r, of_x)
 
 
+@pytest.mark.rows
 @pytest.mark.parametrize("of_f", [-100, -60, -40, 40, 60, 100])
 @pytest.mark.parametrize("kind", SEARCHES)
 def test_in_single_precision_squares_of_gradients_may_be_no_numbers(kind: str, of_f: int) -> None:
@@ -113,6 +114,7 @@ def test_in_single_precision_squares_of_gradients_may_be_no_numbers(kind: str, o
     assert problem.step().status is Status.GRADIENT and problem.result.evaluations < 200
 
 
+@pytest.mark.rows
 @pytest.mark.parametrize("of_x", [-100, 64])
 @pytest.mark.parametrize("kind", [kind for kind in SEARCHES if kind != "ssbroyden"])  # whose matrix has no such element
 def test_in_single_precision_steps_may_be_no_numbers(kind: str, of_x: int) -> None:
@@ -122,7 +124,7 @@ def test_in_single_precision_steps_may_be_no_numbers(kind: str, of_x: int) -> No
     assert problem.step().status is Status.GRADIENT and problem.result.forgotten == ()
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.rows
 @pytest.mark.parametrize("of_f, of_x", [(1e13, 1e-7), (1e50, 1.0), (1e-50, 1.0), (1.0, 1e50), (1.0, 1e-50)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_any_units_the_minimum_is_found(kind: str, of_f: float, of_x: float) -> None:

@@ -17,7 +17,7 @@ SOME = "do_not_depend or failed_step or goes_on_in_one or is_one_error"
 
 
 @pytest.mark.slow
-@pytest.mark.sampled
+@pytest.mark.rows
 @pytest.mark.parametrize(
     "workers, some",
     [

@@ -27,7 +27,7 @@ def alone(*arguments: object) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled
+@pytest.mark.rows
 @pytest.mark.parametrize("width, size", [(3000, 3), (20, 2), (30_000, 2), (3000, 1), (3000, 5)])
 def test_bits_are_those_of_one_process_with_any_number_of_ranks(width: int, size: int) -> None:
     """Short vectors, which go whole, and long ones, in slices."""
@@ -43,7 +43,7 @@ def test_compiled_evaluations_have_the_bits_of_one_process(tmp_path: Path, monke
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(4)
+@pytest.mark.rows
 @pytest.mark.parametrize(
     ("how", "words"),
     [
@@ -64,13 +64,13 @@ def test_ranks_that_have_come_apart_say_in_what(how: str, words: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled
+@pytest.mark.rows
 @pytest.mark.parametrize("workers", ["1,1", "1,2"])
 def test_what_forwards_write_and_ids_and_devices_may_differ(workers: str) -> None:
     assert len(set(program("alike", workers))) == len(fingerprints(program("alike", workers)[0])) == 1
 
 
-@pytest.mark.sampled
+@pytest.mark.rows
 @pytest.mark.parametrize(("what", "kinds"), [("error", ["WorkerError"] * 2), ("exit", ["WorkerError", "SystemExit"])])
 def test_what_one_rank_raises_all_raise_and_go_on(what: str, kinds: list[str]) -> None:
     found = program("raises", what)
@@ -79,7 +79,7 @@ def test_what_one_rank_raises_all_raise_and_go_on(what: str, kinds: list[str]) -
 
 
 @pytest.mark.slow
-@pytest.mark.sampled
+@pytest.mark.rows
 @pytest.mark.parametrize("when", ["in", "before", "after"])
 def test_a_rank_that_is_killed_is_an_error_of_all_others(when: str) -> None:
     for line in program("lost", "kill", when, 60, size=3 if when == "in" else 2, lacking=1):
@@ -87,7 +87,7 @@ def test_a_rank_that_is_killed_is_an_error_of_all_others(when: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled
+@pytest.mark.rows
 @pytest.mark.parametrize("when", ["in", "before", "after"])
 def test_a_rank_that_is_stopped_is_an_error_within_the_timeout(when: str) -> None:
     found = program("lost", "stop", when, 4, lacking=1)
@@ -106,7 +106,7 @@ def test_objects_that_are_longer_than_an_inbox() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled
+@pytest.mark.rows
 @pytest.mark.parametrize("compress", ["fp16", "bf16", "2bit"])
 def test_compressed_gradients(compress: str) -> None:
     found = program("compressed", compress)
@@ -167,7 +167,7 @@ def test_mpirun() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled
+@pytest.mark.rows
 @pytest.mark.parametrize("launcher", ["torchrun", pytest.param("mpirun", marks=needs_mpirun)])
 def test_the_program_of_the_page_about_clusters(launcher: str, tmp_path: Path) -> None:
     (program,) = re.findall(r"```py\n(.*?)```", (ROOT / "docs" / "cluster.md").read_text(), re.DOTALL)

@@ -27,6 +27,7 @@ def stacked(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tenso
     return tuple(torch.stack(column) for column in zip(*pairs, strict=True))
 
 
+@pytest.mark.slow
 @given(
     st.integers(1, 200),
     st.sampled_from(["mean", "sum", "classes", "collated"]),

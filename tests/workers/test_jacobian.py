@@ -86,7 +86,7 @@ CASES: dict[str, tuple[type[nn.Module], Any]] = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.rows
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("case", CASES)
 def test_rows_and_products(case: str, dtype: torch.dtype) -> None:

@@ -238,6 +238,7 @@ def test_a_dense_tensor_keeps_its_strides_whatever_the_order_of_its_dimensions(
         assert found.stride() == tensor.stride() and torch.equal(found, tensor)
 
 
+@pytest.mark.slow
 @given(
     st.recursive(
         st.none() | st.integers() | st.text(max_size=3) | tensors(),

@@ -63,6 +63,7 @@ WRITTEN: dict[str, tuple[Callable[[Any, torch.Tensor], object], torch.Tensor, to
 }
 
 
+@pytest.mark.rows
 @pytest.mark.parametrize("parallelize", [1, 2])
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_step_takes_over_what_the_chunks_have_written(name: str, parallelize: int) -> None:
