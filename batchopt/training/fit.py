@@ -103,7 +103,7 @@ def fit(
             Journal(opt, batches, logs, monitor, ends.enter_context(progress(opt, epochs))),
             None if scheduler is None else Schedule(scheduler, scheduler_step),
             checkpoint,
-            _read_patience(patience, prefix, metrics),
+            None if patience is None else _read_patience(patience, prefix, metrics),
             None if time_limit in (None, math.inf) else read_positive("time_limit", time_limit, "number of seconds"),
             State(epoch_length=length_hint(batches) or None),
         )
@@ -149,11 +149,9 @@ def _check_metrics(opt: BatchOptimizer, eval_data: Any, metrics: Any) -> None:
     scored(opt, None, metrics)  # raises for what are no metrics
 
 
-def _read_patience(patience: Any, prefix: str, metrics: Mapping[str, Any]) -> EarlyStopping | None:
+def _read_patience(patience: Any, prefix: str, metrics: Mapping[str, Any]) -> EarlyStopping:
     """Return the early stopping. Raises `ValueError` for a number that is not available at the end of an epoch."""
     known = ["loss", *(f"{prefix}{name}" for name in metrics)]
-    if patience is None:
-        return None
     stopping = patience if isinstance(patience, EarlyStopping) else EarlyStopping(f"{prefix}loss", patience)
     if stopping.key not in known:
         what = f"early stopping watches {stopping.key!r}, and epochs end with {known}"

@@ -252,6 +252,11 @@ def test_wrong_arguments_are_named(options: Any, error: type[Exception], message
         trained(**options)
 
 
+def test_an_optimizer_of_torch_is_none_of_ours() -> None:
+    with pytest.raises(TypeError, match="`opt` must be a BatchOptimizer; got Linear"):
+        fit(torch.nn.Linear(3, 1), data(), epochs=1)  # type: ignore[arg-type]
+
+
 def test_svrg_is_told_of_passes_and_not_twice_where_an_epoch_goes_on() -> None:
     def svrg(params: Any) -> Any:
         return batchopt.SVRG(torch.optim.SGD(params, lr=0.01))
