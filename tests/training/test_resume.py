@@ -290,6 +290,10 @@ def test_a_loader_is_not_saved_within_an_epoch(tmp_path: Path) -> None:
     with optimizer() as opt, pytest.warns(UserWarning, match=r"within an epoch of a loader, .* is not saved there"):
         fit(opt, loader(), epochs=4, checkpoint=checkpoint, on_batch=lambda moment: moment.iteration == 13)
     assert [one.iteration for one in checkpoint.files()] == [10]
+    lbfgs = optimizer(optimizer=lambda params: batchopt.LBFGS(params, max_iter=50))
+    with lbfgs as opt, pytest.warns(UserWarning, match="within an epoch"):  # of which the first step is not whole
+        fit(opt, loader(), epochs=4, checkpoint=tmp_path / "lbfgs", time_limit=1e-9)
+        assert opt.paused and not (tmp_path / "lbfgs").exists()
 
 
 def test_triggers_with_a_state_go_on(tmp_path: Path) -> None:
