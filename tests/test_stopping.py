@@ -286,9 +286,10 @@ def test_trainings_in_pieces_have_the_bits_of_a_whole_one(optimizer: str, tmp_pa
                 found = opt.parameters.clone()
         assert state.iteration == 12
         lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-        return [str({**line, "elapsed_time": 0}) for line in lines], found
+        return [*(str({**line, "elapsed_time": 0}) for line in lines), f"{calls} calls"], found
 
-    whole, pieces = trained(tmp_path / "whole"), trained(tmp_path / "pieces", 1, 6, 7)
+    cuts = (1, 6, 7) if optimizer == "adam" else (1, 6, 7, 18)  # the last one in the first step of an epoch
+    whole, pieces = trained(tmp_path / "whole"), trained(tmp_path / "pieces", *cuts)
     assert whole[0] == pieces[0] and torch.equal(whole[1], pieces[1])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,9 @@ def test_a_time_limit_stops_and_what_was_reached_is_saved(tmp_path: Path) -> Non
     assert state.iteration == 1
     assert [one.iteration for one in Checkpoint(folder).files()] == [1]
     assert trained(epochs=3, checkpoint=folder, resume="auto")[0] == trained(epochs=3)[0]
+    trained(epochs=1, checkpoint=tmp_path / "slow", on_batch=lambda moment: time.sleep(0.05))
+    state = trained(epochs=2, checkpoint=tmp_path / "slow", resume="auto", time_limit=0.2)[1]
+    assert state.iteration == 6  # the seconds of the run before count
 
 
 def test_early_stopping() -> None:

@@ -65,7 +65,8 @@ def run(
     with optimizer(parallelize, **given) as opt:
         if scheduler is not None:
             options["scheduler"] = scheduler(opt.optimizer)
-        state = fit(opt, make(), **{"epochs": 2, **options}, checkpoint=checkpoint, resume="auto", on_batch=kill)
+        options.setdefault("on_batch", kill)
+        state = fit(opt, make(), **{"epochs": 2, **options}, checkpoint=checkpoint, resume="auto")
         return opt.fingerprint(), {**state.metrics, "epoch": state.epoch}
 
 
@@ -301,20 +302,14 @@ def test_triggers_with_a_state_go_on(tmp_path: Path) -> None:
 
     def tick(moment: Moment) -> None:
         now[0] += 1.0
-        if moment.iteration == 5 and not killed:
-            killed.append(True)
+        if now[0] == 7:
             raise Killed
 
-    def trained() -> list[int]:
-        checkpoint = Checkpoint(tmp_path / "run", every=EverySeconds(2, lambda: now[0]), keep=20)
-        with optimizer() as opt:
-            fit(opt, batches(), epochs=2, checkpoint=checkpoint, resume="auto", on_batch=tick)
-        return [one.iteration for one in checkpoint.files()]
-
-    killed: list[bool] = []
+    record = Record(tmp_path / "log.jsonl", every=EverySeconds(4, lambda: now[0]))
     with pytest.raises(Killed):
-        trained()
-    assert trained()[-1] == 10
+        run(tmp_path / "run", log=record, on_batch=tick)
+    run(tmp_path / "run", log=record, on_batch=tick)
+    assert [line["iteration"] for line in record.lines()] == [5, 10]  # three of four seconds were left
 
 
 @pytest.mark.parametrize(
