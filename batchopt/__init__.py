@@ -1,8 +1,6 @@
 """Evaluate f(X) and df/dX of a whole batch on N workers, exactly, for any optimizer."""
 
-import importlib
-import typing
-
+from batchopt import training as training
 from batchopt._data.epochs import Batches
 from batchopt._data.terms import Term, Weighted
 from batchopt._mapreduce.plan import split_batch
@@ -28,9 +26,6 @@ from batchopt.optim import CG, LBFGS, SVRG, Iteration, LevenbergMarquardt, Resul
 from batchopt.optimizer import BatchOptimizer
 from batchopt_workers.evaluate.program import Sample, Worker
 from batchopt_workers.functions.simulation import finite_differences
-
-if typing.TYPE_CHECKING:
-    from batchopt import ignite as ignite
 
 __version__ = "0.2.0"
 
@@ -69,15 +64,3 @@ __all__ = [
     "resample",
     "split_batch",
 ]
-
-
-def __getattr__(name: str) -> object:
-    """`batchopt.ignite` is imported when it is first used: it needs pytorch-ignite."""
-    if name == "ignite":
-        return importlib.import_module("batchopt.ignite")
-    raise AttributeError(f"module 'batchopt' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    """Return what is public."""
-    return sorted((*__all__, "__version__", "ignite"))

@@ -1,4 +1,4 @@
-"""What does `batchopt.ignite.fit` cost beside the steps that it makes?
+"""What does `batchopt.training.fit` cost beside the steps that it makes?
 
 Epochs over mini-batches by `fit` and by `opt.steps`, in turns, so that both see the machine as it is: 20 batches of 512
 samples (`cnn`), on two workers. And, of a module that takes no time, in this process: what the loop does for each
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import batchopt
-from batchopt.ignite import fit
+from batchopt.training import fit
 from benchmarks.findings import Finding, publish
 from benchmarks.workloads import build
 

@@ -45,7 +45,6 @@ if os.environ.get("READTHEDOCS") or os.environ.get("BATCHOPT_DOCS_ONLINE"):
         "torch": ("https://docs.pytorch.org/docs/stable", None),
         "numpy": ("https://numpy.org/doc/stable", None),
         "scipy": ("https://docs.scipy.org/doc/scipy", None),
-        "ignite": ("https://docs.pytorch.org/ignite", None),
     }
 
 myst_enable_extensions = ["dollarmath"]
@@ -64,8 +63,8 @@ copybutton_prompt_is_regexp = True
 
 _ALONE = "|".join(path.stem for path in (ROOT / "docs" / "examples").glob("*.py"))  # programs of other pages
 
-for name in ("ignite", "tensorboard"):  # libraries of other examples have the root logger show everything
-    logging.getLogger(name).setLevel(logging.WARNING)
+# libraries of other examples have the root logger show everything
+logging.getLogger("tensorboard").setLevel(logging.WARNING)
 
 # The gallery: scripts in the folders of docs/examples. A complete build runs them; `-D plot_gallery=0` does not.
 sphinx_gallery_conf = {

@@ -10,7 +10,9 @@ from typing import Any
 from batchopt_workers.life import forkserver
 
 # torch takes the last two for its first product, and its first optimizer or vmap.
-MODULES = "batchopt.ignite", "hypothesis", "psutil", "pytest", "scipy.optimize", "scipy.stats", "sympy", "torch._dynamo"
+MODULES = """
+batchopt.training hypothesis psutil pytest scipy.optimize scipy.stats sympy torch._dynamo
+""".split()
 
 
 def lasting(*arguments: Any) -> None:

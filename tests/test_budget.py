@@ -20,7 +20,6 @@ FLOORS = (
     ("batchopt._engine",),
     ("batchopt._functions",),
     ("batchopt",),
-    ("batchopt.ignite",),
 )
 # A docstring that begins so is half a sentence.
 BEGINNINGS = {"What", "Whether", "Where", "How", "Those", "As", "Of", "Who", "Which", "When", "That"}
@@ -98,14 +97,13 @@ def uses_of_what_is_private(path: Path) -> list[str]:
     return found
 
 
-# Of ignite's engines, which have no other way; of torch; and of records.
-EXCUSED = {"_handle_exception", "_internal_run_generator", "_init_iter", "_event_handlers", "_fire_event"}
-EXCUSED |= {"_DropoutNd", "_replace"}
+# Of torch, and of records.
+EXCUSED = {"_DropoutNd", "_replace"}
 
 
 def test_extras_use_the_public_interface_alone() -> None:
     """But for Hogwild, which is a task of the engine in which workers write parameters: there is no door for that."""
-    extras = [path for path in LIBRARY if path.parent.name in ("extras", "ignite") and path.stem != "hogwild"]
+    extras = [path for path in LIBRARY if path.parent.name in ("extras", "training") and path.stem != "hogwild"]
     assert len(extras) > 15
     found = [f"{path.name}, {use}" for path in extras for use in uses_of_what_is_private(path)]
     assert [use for use in found if use.split(".")[-1] not in EXCUSED] == []

@@ -20,7 +20,6 @@ import pytest
 import torch
 
 import batchopt
-import batchopt.ignite
 from batchopt import errors
 from benchmarks.findings import RESULTS, read
 from tests import recipes
@@ -29,7 +28,6 @@ ROOT = Path(__file__).parent.parent
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 RECIPES = ROOT / "docs" / "recipes.md"  # tests/test_recipes.py runs its programs
 LIBRARIES = ROOT / "docs" / "libraries.md"  # tests/test_libraries.py runs its programs
-LOGGING = ROOT / "docs" / "logging.md"  # tests/ignite/test_loggers.py runs its programs
 REFERENCE = sorted((ROOT / "docs" / "api").glob("*.md"))
 BESIDE = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY", "CHANGELOG")]
 PAGES = [*BESIDE, *DOCS, *REFERENCE]
@@ -43,8 +41,8 @@ def blocks(page: Path, language: str = "python") -> list[str]:
 
 
 def programs(page: Path) -> list[str]:
-    """The blocks of Python, without those that need a cluster: `tests/cluster` runs them."""
-    return [block for block in blocks(page) if 'backend="ray"' not in block]
+    """The blocks of Python, without those that need a cluster or ignite: tests/cluster and tests/training run them."""
+    return [block for block in blocks(page) if 'backend="ray"' not in block and "from ignite" not in block]
 
 
 def prose(page: Path) -> str:
@@ -59,7 +57,7 @@ def prose(page: Path) -> str:
 @pytest.mark.rows
 @pytest.mark.parametrize(
     "page",
-    [page for page in DOCS if programs(page) and page not in (RECIPES, LIBRARIES, LOGGING)],
+    [page for page in DOCS if programs(page) and page not in (RECIPES, LIBRARIES)],
     ids=lambda page: page.stem,
 )
 def test_the_blocks_of_a_page_run_one_after_the_other(
@@ -201,7 +199,7 @@ def defaults(kind: type) -> Iterator[tuple[str, str]]:
 
 def test_the_table_of_fit_has_every_argument_and_its_default() -> None:
     (table,) = [t for t in tables(ROOT / "docs" / "training.md") if t.heading == "fit"]
-    parameters = inspect.signature(batchopt.ignite.fit).parameters
+    parameters = inspect.signature(batchopt.training.fit).parameters
     assert sorted(column(ROOT / "docs" / "training.md", "fit")) == sorted(set(parameters) - {"opt"})
     for row in table.rows:
         names, values = (re.findall(r"`([^`]+)`", row[i]) for i in (0, 2))

@@ -12,19 +12,18 @@ import pytest
 import torch
 
 import batchopt
-import batchopt.ignite
 from batchopt import extending
 from batchopt.evaluations import Evaluations
 from batchopt.studies import Studies
 
 # Their examples are also those of their parts: of each method after the example of the class.
 PUBLIC = {name: getattr(batchopt, name) for name in batchopt.__all__}
-PUBLIC |= {f"ignite.{name}": thing for name, thing in vars(batchopt.ignite).items() if not name.startswith("_")}
+PUBLIC |= {f"training.{name}": thing for name, thing in vars(batchopt.training).items() if not name.startswith("_")}
 
 HAVE_ONE = set(
     """
     BatchOptimizer LBFGS CG SSBroyden LevenbergMarquardt SVRG hogwild Term Weighted Batches resample split_batch
-    ignite.fit
+    training.fit
     """.split()
 )
 METHODS_HAVE_ONE = set(

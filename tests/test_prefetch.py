@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from batchopt import Batches, BatchOptimizer, WorkerError, extending
-from batchopt.ignite import create_trainer, fit
+from batchopt.training import fit
 
 
 class Pair(NamedTuple):
@@ -42,7 +42,7 @@ STOPS: dict[str, Any] = {
     "of Batches of a loader": lambda opt: opt.steps(Batches(DataLoader(Stops(5), 2))),
     "of Batches": lambda opt: opt.steps(Batches(Stops(5), 2)),
     "predicting": lambda opt: opt.iter_predict(DataLoader(Stops(5), 2)),
-    "prepare_batch": lambda opt: [create_trainer(opt, prepare_batch=lambda _: next(iter(()))).run([1, 2])],
+    "convert": lambda opt: extending.prepared(opt, [1, 2], convert=lambda _: next(iter(()))),
     "fit": lambda opt: [fit(opt, DataLoader(Stops(5), 2), epochs=1)],
 }
 

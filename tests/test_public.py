@@ -29,16 +29,14 @@ def test_the_public_names_are_these() -> None:
         """.split()
     )
     assert names == set(batchopt.__all__)
-    assert set(dir(batchopt)) == {*names, "__version__", "ignite"}
 
 
 def test_the_public_names_of_the_training_loop_are_these() -> None:
-    loop = import_module("batchopt.ignite")
+    loop = import_module("batchopt.training")
     names = {n for n, value in vars(loop).items() if not n.startswith("_") and not isinstance(value, ModuleType)}
     assert names == set(
         """
-        fit Moment create_trainer create_evaluator StepEvents Evaluation guarded Checkpoint Record Monitor
-        EveryEpoch EverySeconds Best EarlyStopping log_steps
+        fit State Moment Checkpoint Record Monitor EveryEpoch EverySeconds EarlyStopping log_steps
         """.split()
     )
 

@@ -290,7 +290,8 @@ class LoaderSource:
             next(batches, nothing)
         batch = next(batches, nothing)
         if batch is nothing:
-            raise ValueError(f"the loader ({type(self.loader).__name__}) has no batch {start} in epoch {epoch}")
+            has = f"has no batch {start}" if start else "is empty"
+            raise ValueError(f"the loader ({type(self.loader).__name__}) {has} in epoch {epoch}")
         while batch is not nothing:
             following = next(batches, nothing)
             yield batch, following is nothing

@@ -5,7 +5,7 @@ from sklearn.datasets import load_digits
 from torch.nn.functional import cross_entropy
 
 import batchopt
-from batchopt.ignite import Checkpoint, EveryEpoch, Record, fit
+from batchopt.training import Checkpoint, EveryEpoch, Record, fit
 
 
 def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

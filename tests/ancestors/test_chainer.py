@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from batchopt import BatchOptimizer
-from batchopt.ignite import fit
+from batchopt.training import fit
 from tests.building import loaded
-from tests.ignite.common import batches, optimizer
+from tests.training.common import batches, optimizer
 from tests.workloads import mlp
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import batchopt
 from batchopt import Batches, BatchOptimizer
-from batchopt.ignite import fit
+from batchopt.training import fit
 from tests.workloads import mlp
 
 each_number = pytest.mark.parametrize("parallelize", [1, 2])

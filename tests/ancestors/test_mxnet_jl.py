@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from batchopt import Batches, BatchOptimizer
-from batchopt.ignite import fit
-from tests.ignite.common import batches, data, optimizer
+from batchopt.training import fit
+from tests.training.common import batches, data, optimizer
 
 
 @pytest.mark.parametrize("parallelize", [1, 2])

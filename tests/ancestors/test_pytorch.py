@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 import torch
-from ignite.engine import Events
-from ignite.metrics import RunningAverage
 from torch import nn
 
 from batchopt import BatchOptimizer, WorkerError
-from batchopt.ignite import create_trainer
 from tests.building import loaded, on
-from tests.ignite.common import batches, optimizer
 from tests.workloads import mlp, reference
 
 each_number = pytest.mark.parametrize("parallelize", [1, 2])
@@ -121,22 +116,3 @@ def test_what_backward_needs_may_not_be_written_to(parallelize: int) -> None:
         given["operation"] = "neg"
         opt.step(x)
         assert opt.batch_counter == 2
-
-
-def test_a_running_average_of_the_loss() -> None:
-    seen: list[float] = []
-    losses: list[float] = []
-    with optimizer() as opt:
-        trainer = create_trainer(opt)
-        RunningAverage(alpha=0.7, output_transform=lambda loss: loss).attach(trainer, "average")
-
-        @trainer.on(Events.ITERATION_COMPLETED)
-        def note() -> None:
-            losses.append(trainer.state.output)  # type: ignore[arg-type]
-            seen.append(trainer.state.metrics["average"])
-
-        trainer.run(batches(), max_epochs=1)
-    average = math.nan
-    for loss, found in zip(losses, seen, strict=True):
-        average = loss if math.isnan(average) else 0.7 * average + 0.3 * loss
-        assert found == pytest.approx(average)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.ignite.common import Killed
-from tests.ignite.test_resume import run
+from tests.training.common import Killed
+from tests.training.test_resume import run
 
 if TYPE_CHECKING:
     from ray.cluster_utils import Cluster

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from batchopt import BatchoptError, BatchOptimizer, Sample, Worker, extending
+from batchopt import Batches, BatchoptError, BatchOptimizer, Sample, Worker, extending
 
 RANK = int(os.environ.get("RANK", "0"))
 
@@ -184,7 +184,7 @@ def lost(how: str, when: str, timeout: str = "4") -> None:
 
 def trained(folder: str, killed: str = "") -> None:
     """A training that goes on from its checkpoints; rank 1 is killed in mid-step once, if that is asked."""
-    from batchopt.ignite import Checkpoint, fit
+    from batchopt.training import Checkpoint, fit
 
     mark = Path(folder) / "killed"
 
@@ -197,7 +197,7 @@ def trained(folder: str, killed: str = "") -> None:
     module, inputs, targets = parts()
     with optimizer_of(module, prehook=hook, verbose=2) as opt:
         checkpoint = Checkpoint(Path(folder) / "checkpoints", every=2)
-        data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs, targets), batch_size=70, shuffle=True)
+        data = Batches((inputs, targets), 70, shuffle=True)
         fit(opt, data, epochs=4, checkpoint=checkpoint, resume="auto", log=str(Path(folder) / "log.jsonl"))
         print("bits", opt.fingerprint())
 

@@ -2,9 +2,8 @@
 Mini-batches with ``fit``: validation, early stopping, TensorBoard
 ==================================================================
 
-``batchopt.ignite.fit`` is a training loop on pytorch-ignite. It trains a small convolutional network on scikit-learn's
-handwritten digits by Adam, validates after each epoch, writes logs and checkpoints, and stops when the validation loss
-no longer falls.
+``batchopt.training.fit`` trains a small convolutional network on scikit-learn's handwritten digits by Adam, validates
+after each epoch, writes logs and checkpoints, and stops when the validation loss no longer falls.
 """
 
 import os
@@ -19,7 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.nn.functional import cross_entropy
 
 import batchopt
-from batchopt.ignite import Record, fit
+from batchopt.training import Record, fit
 
 images, labels = (torch.from_numpy(array) for array in load_digits(return_X_y=True))
 images = (images / 16).float()[:, None].unflatten(2, (8, 8))

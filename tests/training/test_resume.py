@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -13,24 +12,22 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from ignite.handlers import PiecewiseLinear
 from torch.nn.functional import mse_loss
-from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import batchopt
 from batchopt import Batches, CheckpointError
-from batchopt.ignite import Checkpoint, EarlyStopping, EverySeconds, Moment, Record, fit
-from tests.ignite.common import Killed, batches, data, optimizer
-from tests.ignite.test_record import timeless
+from batchopt.training import Checkpoint, EarlyStopping, EveryEpoch, EverySeconds, Moment, Record, fit
+from tests.training.common import Killed, batches, data, optimizer
+from tests.training.test_record import timeless
 
 ROOT = Path(__file__).parents[2]
 
 
 class Noisy(Dataset[Any]):
-    """Samples that draw from three generators each time that they are read."""
+    """Samples that draw random numbers each time that they are read, in the workers."""
 
     def __init__(self) -> None:
         self._x, self._y = data()
@@ -39,29 +36,13 @@ class Noisy(Dataset[Any]):
         return len(self._x)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        noise = torch.rand(()).item() + np.random.rand() + random.random()
-        return self._x[index] + noise, self._y[index]
-
-
-def loader(workers: int, noisy: bool = True) -> DataLoader[Any]:
-    """Five batches, shuffled."""
-    dataset: Any = Noisy() if noisy else TensorDataset(*data())
-    return DataLoader(dataset, 10, shuffle=True, num_workers=workers)
-
-
-def with_generators() -> DataLoader[Any]:
-    """A loader that was given generators of its own."""
-    own = [torch.Generator().manual_seed(seed) for seed in (5, 6)]
-    dataset = TensorDataset(*data())
-    return DataLoader(dataset, 10, sampler=RandomSampler(dataset, generator=own[0]), generator=own[1])
+        return self._x[index] + torch.rand(()).item(), self._y[index]
 
 
 DATA: dict[str, Callable[[], Any]] = {
     "tensors": batches,
     "dataset": lambda: Batches(Noisy(), 10, shuffle=True, seed=3),
     "collated": lambda: Batches(list(zip(*data(), strict=True)), 10, shuffle=True, seed=3),
-    "loader without workers": lambda: loader(0),
-    "loader with generators": with_generators,
 }
 
 
@@ -84,7 +65,8 @@ def run(
     with optimizer(parallelize, **given) as opt:
         if scheduler is not None:
             options["scheduler"] = scheduler(opt.optimizer)
-        state = fit(opt, make(), **{"epochs": 2, **options}, checkpoint=checkpoint, resume="auto", on_batch=kill)
+        options.setdefault("on_batch", kill)
+        state = fit(opt, make(), **{"epochs": 2, **options}, checkpoint=checkpoint, resume="auto")
         return opt.fingerprint(), {**state.metrics, "epoch": state.epoch}
 
 
@@ -124,8 +106,6 @@ SCHEDULERS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "torch, epoch": (lambda adam: schedulers.StepLR(adam, 1, 0.1), "epoch"),
     "torch, batch": (lambda adam: schedulers.MultiStepLR(adam, [2, 7], 0.1), "batch"),
     "a plateau": (lambda adam: schedulers.ReduceLROnPlateau(adam, factor=0.5, patience=0, threshold=1.0), "epoch"),
-    "ignite, batch": (lambda adam: PiecewiseLinear(adam, "lr", [(0, 0.1), (10, 0.01)]), "batch"),
-    "ignite, epoch": (lambda adam: PiecewiseLinear(adam, "lr", [(0, 0.1), (2, 0.01)]), "epoch"),
 }
 
 
@@ -144,26 +124,15 @@ def test_schedules_go_on_and_others_are_refused(name: str, tmp_path: Path) -> No
     for options, words in (
         ({"scheduler": lambda adam: schedulers.LinearLR(adam)}, "`scheduler` .*, and here is LinearLR"),
         ({"scheduler_step": other}, f"`scheduler_step` {there}, and here is {other}"),
-        ({"scheduler": None}, "it was written with a scheduler"),
+        ({"scheduler": None}, "`scheduler` .*, and here is None"),
     ):
         with pytest.raises(CheckpointError, match=words):
             trained("whole", None, epochs=3, **options)
 
 
 @pytest.mark.rows
-@pytest.mark.parametrize("noisy", [False, True])
-@pytest.mark.parametrize("positions", [(1, 3, 5, 6, 8, 10), pytest.param((2, 4, 7, 9), marks=pytest.mark.slow)])
-def test_a_loader_with_workers(noisy: bool, positions: tuple[int, ...], tmp_path: Path) -> None:
-    """Unless samples draw, the number of its workers is nothing to the order."""
-    numbers = itertools.cycle([2, 2] if noisy else [2, 0])
-    check(lambda folder, killed: run(tmp_path / folder, lambda: loader(next(numbers), noisy), killed=killed), positions)
-
-
-@pytest.mark.rows
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["tensors", *(pytest.param(n, marks=pytest.mark.slow) for n in ("dataset", "loader without workers"))]
-)
+@pytest.mark.parametrize("name", ["tensors", "dataset"])
 def test_one_worker_then_three_then_two(name: str, tmp_path: Path) -> None:
     expected = run(tmp_path / "whole", DATA[name])
     for first, second in itertools.combinations(range(2, 11, 3), 2):
@@ -195,7 +164,7 @@ def test_more_epochs_and_done_epochs(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_process_that_is_killed_by_the_system(tmp_path: Path) -> None:
     def started(parallelize: int, pause: float) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "tests.ignite.program", str(tmp_path), str(parallelize), str(pause)]
+        command = [sys.executable, "-m", "tests.training.program", str(tmp_path), str(parallelize), str(pause)]
         path = os.pathsep.join([str(ROOT), str(ROOT / "workers"), os.environ.get("PYTHONPATH", "")])
         return subprocess.Popen(
             command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}
@@ -231,7 +200,7 @@ def test_files_are_plain_and_an_optimizer_loads_them(tmp_path: Path) -> None:
     assert path is not None and path.name == "00000005.batchopt"
     content = torch.load(path, weights_only=True)
     state = content["state"]["fit"]
-    assert (state["batches"]["epoch"], state["engine"]["iteration"]) == (1, 5)
+    assert (state["batches"]["epoch"], state["batches"]["iteration"]) == (1, 5)
     assert state["logs"] == [{"position": (tmp_path / "log.jsonl").stat().st_size}]
     with optimizer(2) as opt:
         opt.load_checkpoint(path)
@@ -298,30 +267,34 @@ def test_a_file_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
         fit(opt, batches(), **given)
 
 
-@pytest.mark.parametrize("killed", [None, 3])
-def test_a_callback_that_iterates_over_the_loader_changes_no_order(killed: int | None, tmp_path: Path) -> None:
-    def trained(folder: str, looks: bool, killed: int | None = None, own: bool = True) -> str:
-        dataset = TensorDataset(*data())
-        generator = torch.Generator() if own else None
-        loader = DataLoader(dataset, 10, sampler=RandomSampler(dataset, True, 50, generator=generator))
+def loader() -> DataLoader[Any]:
+    """Five batches, in the order of the data."""
+    return DataLoader(TensorDataset(*data()), 10)
 
-        def look(moment: Moment) -> None:
-            if looks:
-                assert len(list(loader)) == 5
-            if moment.iteration == killed:
-                raise Killed
 
-        with optimizer() as opt:
-            checkpoint = Checkpoint(tmp_path / folder, every=1)
-            fit(opt, loader, epochs=2, on_batch=look, checkpoint=checkpoint, resume="auto")
-            return opt.fingerprint()
+def test_a_loader_goes_on_at_the_ends_of_epochs(tmp_path: Path) -> None:
+    def trained(folder: str, killed: int | None) -> tuple[str, Any]:
+        return run(tmp_path / folder, loader, killed=killed, checkpoint=Checkpoint(tmp_path / folder))
 
-    for own in (True, False):
-        expected = trained(f"plain {own}", False, own=own)
-        if killed is not None:
-            with pytest.raises(Killed):
-                trained(f"looks {own}", True, killed, own)
-        assert trained(f"looks {own}", True, own=own) == expected
+    check(trained, (4, 5, 8))
+    assert [one.iteration for one in Checkpoint(tmp_path / "8").files()] == [10]
+
+
+def test_a_loader_is_not_saved_within_an_epoch(tmp_path: Path) -> None:
+    every: Any
+    for every in (3, EveryEpoch(0.5), EveryEpoch(1, batches()), EverySeconds(1)):
+        with pytest.raises(
+            ValueError, match=r"at ends of epochs alone: .* Batches\(dataset, batch_size, shuffle=True\)"
+        ):
+            run(tmp_path, loader, checkpoint=Checkpoint(tmp_path, every=every))
+    checkpoint = Checkpoint(tmp_path, every=EveryEpoch(2))
+    with optimizer() as opt, pytest.warns(UserWarning, match=r"within an epoch of a loader, .* is not saved there"):
+        fit(opt, loader(), epochs=4, checkpoint=checkpoint, on_batch=lambda moment: moment.iteration == 13)
+    assert [one.iteration for one in checkpoint.files()] == [10]
+    lbfgs = optimizer(optimizer=lambda params: batchopt.LBFGS(params, max_iter=50))
+    with lbfgs as opt, pytest.warns(UserWarning, match="within an epoch"):  # of which the first step is not whole
+        fit(opt, loader(), epochs=4, checkpoint=tmp_path / "lbfgs", time_limit=1e-9)
+        assert opt.paused and not (tmp_path / "lbfgs").exists()
 
 
 def test_triggers_with_a_state_go_on(tmp_path: Path) -> None:
@@ -329,20 +302,14 @@ def test_triggers_with_a_state_go_on(tmp_path: Path) -> None:
 
     def tick(moment: Moment) -> None:
         now[0] += 1.0
-        if moment.iteration == 5 and not killed:
-            killed.append(True)
+        if now[0] == 7:
             raise Killed
 
-    def trained() -> list[int]:
-        checkpoint = Checkpoint(tmp_path / "run", every=EverySeconds(2, lambda: now[0]), keep=20)
-        with optimizer() as opt:
-            fit(opt, batches(), epochs=2, checkpoint=checkpoint, resume="auto", on_batch=tick)
-        return [one.iteration for one in checkpoint.files()]
-
-    killed: list[bool] = []
+    record = Record(tmp_path / "log.jsonl", every=EverySeconds(4, lambda: now[0]))
     with pytest.raises(Killed):
-        trained()
-    assert trained()[-1] == 10
+        run(tmp_path / "run", log=record, on_batch=tick)
+    run(tmp_path / "run", log=record, on_batch=tick)
+    assert [line["iteration"] for line in record.lines()] == [5, 10]  # three of four seconds were left
 
 
 @pytest.mark.parametrize(

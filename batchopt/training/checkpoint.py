@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from batchopt.errors import CheckpointError
 from batchopt.extending import once, read_count
-from batchopt.ignite.triggers import read_interval
 from batchopt.optimizer import BatchOptimizer
+from batchopt.training.triggers import read_interval
 
 # The key of the loop's state in the state of a BatchOptimizer.
 ENTRY = "fit"
@@ -37,8 +37,8 @@ class Checkpoint:
     Args:
         folder: for the files, which are named after their iteration; created if missing.
         every: a number of iterations, or a trigger such as `EveryEpoch(0.5)` or `EverySeconds(600)`. Default: each
-            epoch. At the end of an epoch, validation and callbacks come first. The end of the run is saved too, unless
-            it is an exception.
+            epoch, the only times at which a loader (not `Batches` of data) can be resumed. At the end of an epoch,
+            validation and callbacks come first. The end of the run is saved too, unless it is an exception.
         keep: how many of the newest to keep.
         best: how many to keep in addition, those with the best `score`, the name of a number available at the end of an
             epoch (`"eval_accuracy"`). mode: `"max"` if more is better, or `"min"`.
@@ -64,9 +64,7 @@ class Checkpoint:
 
     def files(self) -> list[Saved]:
         """Return the existing checkpoints, the oldest first."""
-        if not self.folder.is_dir():
-            return []
-        found = [(_NAME.fullmatch(path.name), path) for path in self.folder.iterdir()]
+        found = [(_NAME.fullmatch(path.name), path) for path in self.folder.glob("*.batchopt")]
         saved = [Saved(int(m[1]), None if m[2] is None else float(m[2]), path) for m, path in found if m is not None]
         return sorted(saved, key=lambda one: (one.iteration, one.path.name))
 
@@ -88,9 +86,8 @@ class Checkpoint:
         """Write the checkpoint of this iteration, with the loop's `state`; delete surplus ones. Raises
         `CheckpointError`."""
         score = numbers.get(self.score) if self.best_of else None
-        is_scored = isinstance(score, int | float) and math.isfinite(score)
-        name = f"{iteration:08d},score={float(score)!r}.batchopt" if is_scored and score is not None else None
-        target = self.folder / (name or f"{iteration:08d}.batchopt")
+        suffix = f",score={float(score)!r}" if isinstance(score, int | float) and math.isfinite(score) else ""
+        target = self.folder / f"{iteration:08d}{suffix}.batchopt"
         once(opt, self._make_folder)
         opt.save(target, extra={ENTRY: state})
         once(opt, lambda: self._delete_surplus(target, iteration))
@@ -116,40 +113,22 @@ class Checkpoint:
             return files[-1].path if files else None
         if resume == "never":
             if files:
-                raise ValueError(
-                    f"'{self.folder}' has checkpoints, up to iteration {files[-1].iteration}: resume from there with "
-                    "resume='auto', or give a folder without any"
-                )
+                what = f"'{self.folder}' has checkpoints, up to iteration {files[-1].iteration}"
+                raise ValueError(f"{what}: resume from there with resume='auto', or give a folder without any")
             return None
         path = Path(resume)
-        name = _NAME.fullmatch(path.name)
-        is_here = name is not None and path.resolve().parent == self.folder.resolve()
-        if name is not None and is_here and files and files[-1].iteration > int(name[1]):
-            raise ValueError(
-                f"'{self.folder}' has checkpoints after '{path.name}', which would be taken for newer ones of this "
-                "run: give another folder, or move them away"
+        number = next((one.iteration for one in files if one.path.resolve() == path.resolve()), None)
+        if number is not None and files[-1].iteration > number:
+            what = (
+                f"'{self.folder}' has checkpoints after '{path.name}', which would be taken for newer ones of this run"
             )
+            raise ValueError(f"{what}: give another folder, or move them away")
         return path
 
 
-def restore(opt: BatchOptimizer, path: Path, take: Callable[[Any], None]) -> None:
-    """Resume from a file: `take` the loop's state, then load that of `opt`. Raises `CheckpointError`."""
-
-    def take_own(extra: dict[str, Any]) -> None:
-        if ENTRY not in extra:
-            raise CheckpointError(
-                f"cannot resume from checkpoint '{path}': it was not written by fit(), and has no position in the "
-                "data; opt.load_checkpoint() takes over parameters and optimizer"
-            )
-        take(extra[ENTRY])
-
-    opt.load_checkpoint(path, take=take_own)
-
-
-def plain(state: Any) -> Any:
-    """Return the state with subclasses of dict, such as the milestones of schedulers, as dicts."""
-    if isinstance(state, dict):
-        return {key: plain(value) for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        return [plain(value) for value in state] if isinstance(state, list) else tuple(plain(value) for value in state)
-    return state
+def own_of(extra: Mapping[str, Any], path: Path) -> Any:
+    """Return the loop's state in the extra entries of the file `path`. Raises `CheckpointError` if there is none."""
+    if ENTRY not in extra:
+        what = f"cannot resume from checkpoint '{path}': it was not written by fit(), and has no position in the data"
+        raise CheckpointError(f"{what}; opt.load_checkpoint() takes over parameters and optimizer")
+    return extra[ENTRY]

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from batchopt.extras.figure import blank
-from batchopt.ignite.triggers import read_interval
+from batchopt.training.journal import Log
+from batchopt.training.triggers import read_interval
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-class Record:
+class Record(Log):
     """A file with one JSON object per line, which can be read while it is written.
 
     Args:
@@ -29,8 +30,8 @@ class Record:
     """
 
     def __init__(self, path: str | os.PathLike[str], every: Any = None, keys: Sequence[str] | None = None) -> None:
+        super().__init__(read_interval("every", every))
         self.path, self.keys = Path(path), None if keys is None else list(keys)
-        self.interval = read_interval("every", every)
         self._file: IO[bytes] | None = None
 
     def begin(self, state: Mapping[str, Any] | None, iteration: int) -> None:
@@ -40,29 +41,18 @@ class Record:
             self._file = self.path.open("r+b")
             written = self._file.read(position)
             if len(written) < position:
-                warnings.warn(
-                    f"'{self.path}' has {len(written)} bytes, and had {position} at the checkpoint: lines are "
-                    "missing; it goes on after the last one that is whole",
-                    UserWarning,
-                    stacklevel=2,
-                )
+                what = f"'{self.path}' has {len(written)} bytes, and had {position} at the checkpoint"
+                warnings.warn(f"{what}: lines are missing; it goes on after the last whole one", stacklevel=2)
             self._file.truncate(written.rfind(b"\n") + 1)
             self._file.seek(0, os.SEEK_END)
         else:
             self._file = self.path.open("wb")
 
-    def batch(self, loss: float, iteration: int) -> None:
-        """Ignore a single batch."""
-
     def write(self, numbers: Mapping[str, float], iteration: int) -> None:
         """Write a line, flushed at once. Numbers that are not finite become null, as JSON has no notation for them."""
         assert self._file is not None
-        always = ("epoch", "iteration", "elapsed_time")
-        line = {
-            name: value if math.isfinite(value) else None
-            for name, value in numbers.items()
-            if self.keys is None or name in self.keys or name in always
-        }
+        names = numbers if self.keys is None else {"epoch", "iteration", "elapsed_time", *self.keys}
+        line = {name: one if math.isfinite(one) else None for name, one in numbers.items() if name in names}
         self._file.write(json.dumps(line).encode() + b"\n")
         self._file.flush()
 
@@ -84,7 +74,7 @@ class Record:
     def table(self, keys: Sequence[str] | None = None) -> str:
         """Return the lines as a table, for `print`, with these numbers or all."""
         lines = self.lines()
-        names = list(keys) if keys is not None else list(dict.fromkeys(name for line in lines for name in line))
+        names = [*(keys or dict.fromkeys(name for line in lines for name in line))]
         rows = [names, *([_shown(line.get(name)) for name in names] for line in lines)]
         widths = [max(len(row[column]) for row in rows) for column in range(len(names))]
         return "\n".join("  ".join(map(str.rjust, row, widths)) for row in rows)
@@ -92,16 +82,14 @@ class Record:
     def plot(self, path: str | os.PathLike[str] | None = None, keys: Sequence[str] | None = None) -> Figure:
         """Return a figure, saved to `path` if given: numbers over epochs. Default: all but learning rate and time.
         Raises `ImportError` where matplotlib is missing: it comes with the extra `plot`."""
-        lines = self.lines()
-        if keys is None:
-            others = ("epoch", "iteration", "elapsed_time", "lr")
-            keys = list(dict.fromkeys(name for line in lines for name in line if name not in others))
+        lines, others = self.lines(), ("epoch", "iteration", "elapsed_time", "lr")
+        found = dict.fromkeys(name for line in lines for name in line if name not in others)
         figure, axes = blank(8, 5)
-        for key in keys:
+        for key in found if keys is None else keys:
             points = [(line["epoch"], line[key]) for line in lines if line.get(key) is not None]
             axes.plot([x for x, _ in points], [y for _, y in points], marker=".", label=key)
         axes.set_xlabel("epoch")
-        if keys:
+        if axes.lines:
             axes.legend(frameon=False)
         if path is not None:
             figure.savefig(path, dpi=120)

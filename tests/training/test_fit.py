@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from ignite.handlers import PiecewiseLinear
 from torch.nn.functional import l1_loss, mse_loss
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import batchopt
-from batchopt import Batches, BatchOptimizer
-from batchopt.ignite import Checkpoint, EarlyStopping, Moment, Monitor, Record, fit
-from tests.ignite.common import Killed, batches, data, optimizer
+from batchopt import Batches, BatchOptimizer, NonFiniteError
+from batchopt.training import Checkpoint, EarlyStopping, Moment, Monitor, Record, fit
+from tests.training.common import Killed, batches, data, optimizer
 
 METRICS = {"loss": mse_loss, "l1": l1_loss}
 
 
 def trained(train: Any = None, **options: Any) -> tuple[str, Any]:
-    """The fingerprint, and the state of the engine."""
+    """The fingerprint, and the state at the end."""
     with optimizer() as opt:
         state = fit(opt, batches() if train is None else train, **options)
         return opt.fingerprint(), state
@@ -34,7 +34,7 @@ def test_the_order_of_callbacks_is_mxnets_but_an_epoch_ends_after_its_validation
 
     def note(name: str) -> Callable[[Moment], None]:
         def callback(moment: Moment) -> None:
-            assert moment.opt.batch_counter == moment.iteration == moment.trainer.state.iteration
+            assert moment.opt.batch_counter == moment.iteration
             events.append((name, moment.epoch, moment.batch, moment.iteration, sorted(moment.numbers)))
             if name == "eval batch":
                 assert [len(rows) for rows in moment.output] == [25, 25]
@@ -87,19 +87,6 @@ def test_data_of_other_kinds() -> None:
     assert trained(DataLoader(TensorDataset(x, y), 50), epochs=2)[0] == whole[0]
 
 
-def test_a_loaders_order_depends_on_the_seed_and_the_epoch_alone() -> None:
-    def order(seed: int, used: int) -> str:
-        torch.manual_seed(used)
-        before = torch.get_rng_state()
-        with optimizer(seed=seed) as opt:
-            torch.set_rng_state(before)
-            fit(opt, DataLoader(TensorDataset(*data()), 10, shuffle=True), epochs=2)
-            assert torch.equal(torch.get_rng_state(), before)
-            return opt.fingerprint()
-
-    assert order(0, 1) == order(0, 2) != order(1, 1)
-
-
 def test_a_metric_without_other_data_is_of_the_training_data() -> None:
     with optimizer() as opt:
         state = fit(opt, batches(), epochs=1, metrics={"l1": l1_loss})
@@ -139,31 +126,28 @@ def test_epochs_that_are_taken_as_done() -> None:
 
 @pytest.mark.parametrize("which", ["on_batch", "on_epoch", "on_eval_batch", "on_eval"])
 def test_any_callback_can_stop(which: str) -> None:
-    for stop in (lambda moment: True, lambda moment: moment.trainer.terminate()):
-        options = {"eval_data": data(), "metrics": METRICS, which: stop}
-        state = trained(epochs=3, **options)[1]
-        assert (state.epoch, state.iteration) == (1, 1 if which == "on_batch" else 5)
+    options = {"eval_data": data(), "metrics": METRICS, which: lambda moment: True}
+    state = trained(epochs=3, **options)[1]
+    assert (state.epoch, state.iteration) == (1, 1 if which == "on_batch" else 5)
 
 
-@pytest.mark.parametrize("stop", [lambda moment: moment.iteration == 5, lambda moment: _terminate(moment, 5)])
-def test_an_epoch_that_is_stopped_at_its_last_batch_is_done_with(stop: Any) -> None:
+def test_an_epoch_that_is_stopped_at_its_last_batch_is_done_with() -> None:
     seen: list[int] = []
-    state = trained(epochs=3, on_batch=stop, on_epoch=lambda moment: seen.append(moment.epoch))[1]
+    options: dict[str, Any] = {"on_batch": lambda moment: moment.iteration == 5}
+    state = trained(epochs=3, **options, on_epoch=lambda moment: seen.append(moment.epoch))[1]
     assert (state.iteration, seen) == (5, [1]) and "loss" in state.metrics
-
-
-def _terminate(moment: Moment, iteration: int) -> None:
-    if moment.iteration == iteration:
-        moment.trainer.terminate()
 
 
 def test_a_time_limit_stops_and_what_was_reached_is_saved(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     assert trained(epochs=1, time_limit=float("inf"))[1].epoch == 1
-    state = trained(epochs=3, time_limit=0.0, checkpoint=folder)[1]
+    state = trained(epochs=3, time_limit=1e-9, checkpoint=folder)[1]
     assert state.iteration == 1
     assert [one.iteration for one in Checkpoint(folder).files()] == [1]
     assert trained(epochs=3, checkpoint=folder, resume="auto")[0] == trained(epochs=3)[0]
+    trained(epochs=1, checkpoint=tmp_path / "slow", on_batch=lambda moment: time.sleep(0.05))
+    state = trained(epochs=2, checkpoint=tmp_path / "slow", resume="auto", time_limit=0.2)[1]
+    assert state.iteration == 6  # the seconds of the run before count
 
 
 def test_early_stopping() -> None:
@@ -196,10 +180,6 @@ def rates(scheduler: Callable[[Any], Any], step: str, epochs: int = 3) -> list[f
 def test_schedules_by_epoch_and_by_batch() -> None:
     assert rates(lambda adam: StepLR(adam, 1, 0.1), "epoch") == pytest.approx([1e-3, 1e-3, 1e-4, 1e-4, 1e-5, 1e-5])
     assert rates(lambda adam: StepLR(adam, 2, 0.1), "batch") == pytest.approx([1e-3, 1e-4, 1e-4, 1e-5, 1e-5, 1e-6])
-    by_ignite = rates(lambda adam: PiecewiseLinear(adam, "lr", [(0, 1.0), (4, 0.0)]), "batch")
-    assert by_ignite == [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
-    by_ignite = rates(lambda adam: PiecewiseLinear(adam, "lr", [(0, 1.0), (2, 0.0)]), "epoch")
-    assert by_ignite == [1.0, 1.0, 0.5, 0.5, 0.0, 0.0]
 
 
 def test_a_plateau_is_one_of_the_validation() -> None:
@@ -255,8 +235,8 @@ RECORD = Record("twice.jsonl")
         ({"epochs": None}, TypeError, "`epochs` must be an int"),
         ({"epochs": 1, "begin_epoch": -1}, ValueError, "`begin_epoch` must be >= 0, got -1"),
         ({"epochs": 1, "begin_epoch": False}, TypeError, "`begin_epoch` must be an int"),
-        ({"epochs": 1, "time_limit": -1.0}, ValueError, "`time_limit` must be >= 0 seconds; got -1.0"),
-        ({"epochs": 1, "time_limit": "1h"}, TypeError, "`time_limit` must be a number of seconds or None"),
+        ({"epochs": 1, "time_limit": -1.0}, ValueError, "`time_limit` must be a positive number of seconds, got -1.0"),
+        ({"epochs": 1, "time_limit": "1h"}, TypeError, "`time_limit` must be a positive number of seconds"),
         ({"epochs": 1, "log": [RECORD, RECORD]}, ValueError, "`log` has the same record twice"),
         ({"epochs": 1, "keep": 0, "checkpoint": "c"}, ValueError, "`keep` must be >= 1"),
         ({"epochs": 1, "on_batch": 3}, TypeError, "`on_batch` must be callable"),
@@ -276,10 +256,47 @@ def test_wrong_arguments_are_named(options: Any, error: type[Exception], message
         trained(**options)
 
 
-def test_svrg_and_an_optimizer_with_a_closure() -> None:
-    for make in (lambda p: batchopt.SVRG(torch.optim.SGD(p, lr=0.01)), lambda p: batchopt.LBFGS(p, max_iter=2)):
-        with optimizer(optimizer=make) as opt:
-            assert fit(opt, batches(), epochs=3).iteration == 15
+def test_an_optimizer_of_torch_is_none_of_ours() -> None:
+    with pytest.raises(TypeError, match="`opt` must be a BatchOptimizer; got Linear"):
+        fit(torch.nn.Linear(3, 1), data(), epochs=1)  # type: ignore[arg-type]
+
+
+def test_svrg_is_told_of_passes_and_not_twice_where_an_epoch_goes_on() -> None:
+    def svrg(params: Any) -> Any:
+        return batchopt.SVRG(torch.optim.SGD(params, lr=0.01))
+
+    with optimizer(optimizer=svrg) as opt:
+        epochs = batches()
+        while epochs.epoch < 3:
+            opt.optimizer.begin_pass(lambda: opt.full_gradient(epochs))  # type: ignore[union-attr]
+            list(opt.steps(epochs))
+        expected = opt.fingerprint()
+    with optimizer(optimizer=svrg) as opt:
+        position = batches()
+        for stop in (2, 5, 7):
+            fit(opt, position, epochs=3, on_batch=lambda moment, stop=stop: moment.iteration == stop)
+            assert position.iteration == stop
+        fit(opt, position, epochs=3)
+        assert opt.fingerprint() == expected
+
+
+@pytest.mark.parametrize("parallelize", [1, 2])
+def test_what_is_not_finite_stops_before_the_parameters_move_and_the_run_can_go_on(parallelize: int) -> None:
+    with optimizer(parallelize) as opt:
+        fit(opt, Batches(data(), 10), epochs=2)
+        expected = opt.fingerprint()
+    x, y = data()
+    good = x[30].clone()
+    seen: list[torch.Tensor] = []
+    with optimizer(parallelize) as opt:
+        x[30] = torch.nan
+        position = Batches((x, y), 10)
+        with pytest.raises(NonFiniteError):
+            fit(opt, position, epochs=2, on_batch=lambda moment: seen.append(opt.parameters.clone()))
+        assert position.iteration == 3 and torch.equal(seen[-1], opt.parameters)
+        x[30] = good
+        fit(opt, position, epochs=2)
+        assert opt.fingerprint() == expected
 
 
 def test_none_is_evaluated_only() -> None:

@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ignite.engine import Engine, Events
 
 from batchopt import Batches
-from batchopt.ignite import Best, EarlyStopping, EveryEpoch, EverySeconds
-from batchopt.ignite.triggers import read_interval
-from tests.ignite.common import data
+from batchopt.training import EarlyStopping, EveryEpoch, EverySeconds, State
+from batchopt.training.triggers import read_interval
+from tests.training.common import data
 
 T, F = True, False
-
-
-def engine(iteration: int = 0, epoch_length: float | None = None, **metrics: Any) -> Any:
-    """One that is there."""
-    return SimpleNamespace(
-        state=SimpleNamespace(iteration=iteration, epoch_length=epoch_length, metrics=metrics), should_terminate=False
-    )
 
 
 # batches an epoch, the trigger, and at which iterations it is due: what Chainer's tests of IntervalTrigger expect; then
 # two of our own, where its floating-point positions miss some
 TABLE: list[tuple[float, Any, list[bool]]] = [
     (5, 2, [F, T, F, T, F, T, F]),
+    (5, lambda state: state.iteration in (2, 7), [F, T, F, F, F, F, T]),
     (1, EveryEpoch(3), [F, F, T, F, F, T, F]),
     (2, EveryEpoch(1.5), [F, F, T, F, F, T, F]),
     (2.5, EveryEpoch(1), [F, F, T, F, T, F, F]),
@@ -41,17 +33,17 @@ TABLE: list[tuple[float, Any, list[bool]]] = [
 @pytest.mark.parametrize("epoch_length, every, due", TABLE)
 @pytest.mark.parametrize("resumed", [0, 3, 4])
 def test_intervals_are_due_as_in_chainer_also_after_a_resume(
-    epoch_length: float, every: Any, due: list[bool], resumed: int
+    epoch_length: Any, every: Any, due: list[bool], resumed: int
 ) -> None:
     trigger = read_interval("every", every)
     assert trigger is not None
-    found = [trigger(engine(i, epoch_length), i) for i in range(resumed + 1, len(due) + 1)]
+    found = [trigger(State(1, i, epoch_length)) for i in range(resumed + 1, len(due) + 1)]
     assert found == due[resumed:]
 
 
 def test_a_tenth_of_an_epoch_is_due_ten_times_in_each() -> None:
     for length in (10, 30, 70, 100):
-        due = [i for i in range(1, 3 * length + 1) if EveryEpoch(0.1)(engine(i, length), i)]
+        due = [i for i in range(1, 3 * length + 1) if EveryEpoch(0.1)(State(1, i, length))]
         assert due == list(range(length // 10, 3 * length + 1, length // 10))
 
 
@@ -59,19 +51,8 @@ def test_the_position_of_batches_counts_samples() -> None:
     batches = Batches(data()[0], 20)  # 20, 20 and 10 samples: 0.4, 0.8 and 1
     trigger, found = EveryEpoch(0.4, batches), []
     for _ in range(2):
-        for number, _ in enumerate(batches, 1):
-            found.append(trigger(engine(), number))
+        found += [trigger(State()) for _ in batches]
     assert found == [T, T, F, T, T, T]  # 1.4 and 1.8 pass 1.2 and 1.6; 2.0 is a multiple
-
-
-def test_a_filter_of_events_of_an_engine() -> None:
-    seen: list[int] = []
-    trainer = Engine(lambda *_: None)
-    trainer.add_event_handler(
-        Events.ITERATION_COMPLETED(event_filter=EveryEpoch(0.5)), lambda: seen.append(trainer.state.iteration)
-    )
-    trainer.run([0] * 4, max_epochs=2)
-    assert seen == [2, 4, 6, 8]
 
 
 STOPPING: dict[str, tuple[list[float], list[bool]]] = {
@@ -89,7 +70,7 @@ def test_early_stopping_is_due_as_in_chainer_also_after_a_resume(mode: str, resu
         if number == resumed:
             state, trigger = trigger.state_dict(), EarlyStopping("m", 3, mode)
             trigger.load_state_dict(state)
-        found.append(trigger(engine(m=value), number))
+        found.append(trigger(State(metrics={"m": value})))
         assert trigger.reached == found[-1]
     assert found == due
 
@@ -97,21 +78,8 @@ def test_early_stopping_is_due_as_in_chainer_also_after_a_resume(mode: str, resu
 def test_no_number_does_not_count_and_nan_is_never_better() -> None:
     trigger = EarlyStopping("m", 2)
     numbers: list[dict[str, Any]] = [{"m": math.nan}, {}, {"m": 1.0}, {"m": math.nan}, {}, {"m": math.nan}]
-    assert [trigger(engine(**n), 0) for n in numbers] == [F, F, F, F, F, T]
+    assert [trigger(State(metrics=n)) for n in numbers] == [F, F, F, F, F, T]
     assert trigger.best == 1.0
-    assert not Best("m")(engine(m=math.nan), 1)
-
-
-@pytest.mark.parametrize("mode, due", [("max", [T, F, F, T]), ("min", [T, F, T, F])])
-@pytest.mark.parametrize("resumed", range(4))
-def test_the_best_value(mode: str, due: list[bool], resumed: int) -> None:
-    trigger, found = Best("m", mode), []
-    for number, value in enumerate([0.5, 0.5, 0.4, 0.6]):
-        if number == resumed:
-            state, trigger = trigger.state_dict(), Best("m", mode)
-            trigger.load_state_dict(state)
-        found.append(trigger(engine(m=value), number))
-    assert found == due
 
 
 def test_seconds_go_on_after_a_resume() -> None:
@@ -119,30 +87,31 @@ def test_seconds_go_on_after_a_resume() -> None:
     trigger = EverySeconds(10, lambda: now[0])
     found = []
     for now[0] in (100, 105, 111, 112, 121, 155, 159):
-        found.append(trigger(engine(), 0))
+        found.append(trigger(State()))
     assert found == [F, F, T, F, T, T, F]
     state = trigger.state_dict()
-    assert state == {"elapsed": 59.0, "next": 60.0}
+    assert state == {"left": 1.0}
     trigger = EverySeconds(10, lambda: now[0])
     trigger.load_state_dict(state)
     found = []
     for now[0] in (1000, 1000.5, 1001, 1002):
-        found.append(trigger(engine(), 0))
+        found.append(trigger(State()))
     assert found == [F, F, T, F]
 
 
 @pytest.mark.parametrize(
     "make, error, message",
     [
-        (lambda: EveryEpoch(0), ValueError, "`period` must be a positive number of epochs; got 0"),
-        (lambda: EveryEpoch("1"), TypeError, "`period` must be a number of epochs"),  # type: ignore[arg-type]
+        (lambda: EveryEpoch(0), ValueError, "`period` must be a positive number of epochs, got 0"),
+        (lambda: EveryEpoch("1"), TypeError, "`period` must be a positive number of epochs"),  # type: ignore[arg-type]
         (lambda: EverySeconds(-1), ValueError, "`period` must be a positive number of seconds"),
-        (lambda: EverySeconds("1"), TypeError, "`period` must be a number of seconds"),  # type: ignore[arg-type]
-        (lambda: EarlyStopping(patience=0), ValueError, "`patience` must be an int >= 1"),
-        (lambda: Best("m", "most"), ValueError, "`mode` must be 'min' or 'max'"),
+        (lambda: EverySeconds("1"), TypeError, "`period` must be a positive number of seconds"),  # type: ignore[arg-type]
+        (lambda: EarlyStopping(patience=0), ValueError, "`patience` must be >= 1"),
+        (lambda: EarlyStopping("m", mode="most"), ValueError, "`mode` must be 'min' or 'max'"),
         (lambda: read_interval("every", 0), ValueError, "`every` must be >= 1"),
         (lambda: read_interval("every", "epoch"), TypeError, "`every` must be a number of iterations, or a trigger"),
-        (lambda: EveryEpoch(1)(engine(1, None), 1), ValueError, "does not tell"),
+        (lambda: read_interval("every", lambda engine, event: True), TypeError, r"callable as every\(state\)"),
+        (lambda: EveryEpoch(1)(State(1, 1, None)), ValueError, "does not tell"),
     ],
 )
 def test_wrong_arguments_are_named(make: Any, error: type[Exception], message: str) -> None:

@@ -1,4 +1,4 @@
-"""A training in a process of its own, to be killed: `python -m tests.ignite.program FOLDER PARALLELIZE SECONDS`.
+"""A training in a process of its own, to be killed: `python -m tests.training.program FOLDER PARALLELIZE SECONDS`.
 
 It goes on from what FOLDER has, waits so long after each batch, and prints its fingerprint at the end.
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 import time
 
-from batchopt.ignite import Checkpoint, EveryEpoch, fit
-from tests.ignite.common import batches, optimizer
+from batchopt.training import Checkpoint, EveryEpoch, fit
+from tests.training.common import batches, optimizer
 
 
 def main() -> None:

@@ -1,10 +1,11 @@
-"""The record of a training, TensorBoard, and the monitor."""
+"""The record of a training, TensorBoard, functions that log, and the monitor."""
 
 from __future__ import annotations
 
 import json
 import math
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import batchopt
-from batchopt.ignite import Checkpoint, EveryEpoch, Moment, Monitor, Record, fit
-from tests.ignite.common import Killed, batches, data, optimizer
+from batchopt.training import Checkpoint, EveryEpoch, Moment, Monitor, Record, fit, log_steps
+from tests.training.common import Killed, batches, data, optimizer
+from tests.workloads import misfit
 
 
 def timeless(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -190,20 +192,63 @@ def test_tensorboards_own_reader_finds_each_number_once_after_a_resume(tmp_path:
     ]
 
 
-def test_a_logger_of_ignite_gets_what_a_record_gets(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    from ignite.handlers import TensorboardLogger
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+# Functions
 
-    with TensorboardLogger(log_dir=tmp_path) as logger, optimizer() as opt:
-        fit(opt, batches(), epochs=2, log=[logger, tmp_path / "log.jsonl"])
+
+class Kept:
+    """A log that keeps its lines: pairs of the number of an iteration, and numbers by name."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[int, dict[str, float]]] = []
+
+    def __call__(self, numbers: Mapping[str, float], iteration: int) -> None:
+        self.lines.append((iteration, dict(numbers)))
+
+
+def test_a_function_gets_what_a_record_gets(tmp_path: Path) -> None:
+    kept = Kept()
+    with optimizer() as opt:
+        fit(opt, batches(), epochs=2, log=[kept, tmp_path / "log.jsonl"])
         with pytest.raises(ValueError, match="twice"):
-            fit(opt, batches(), epochs=2, log=[logger, logger])
-    read = EventAccumulator(str(tmp_path)).Reload()
-    lines = Record(tmp_path / "log.jsonl").lines()
-    assert [(event.step, event.value) for event in read.Scalars("batchopt/loss")] == [
-        (line["iteration"], pytest.approx(line["loss"])) for line in lines
-    ]
+            fit(opt, batches(), epochs=2, log=[kept, kept])
+        with pytest.raises(TypeError, match=r"`log` must be callable as log\(numbers, iteration\)"):
+            fit(opt, batches(), epochs=2, log=lambda numbers: None)
+    written = Record(tmp_path / "log.jsonl").lines()
+    assert timeless([numbers for _, numbers in kept.lines]) == timeless(written)
+    assert [iteration for iteration, _ in kept.lines] == [5, 10]
+
+
+def test_a_loop_passes_on_accepted_points_and_steps_of_other_optimizers(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"terms": {"fit": batchopt.Term(misfit), "more": batchopt.Term(misfit, 0.1)}}
+    batch = {"fit": data(), "more": data()}
+    logger, other = Kept(), Kept()
+
+    def made(optimizer: str) -> batchopt.BatchOptimizer:
+        torch.manual_seed(0)
+        module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1)).double()
+        return batchopt.BatchOptimizer(module, optimizer=optimizer, history=True, **given)
+
+    with made("lbfgs") as opt, log_steps(opt, logger), log_steps(opt, other, every=5):
+        opt.step(batch)
+        opt.save(tmp_path / "half")
+    with made("lbfgs") as opt:
+        opt.load_checkpoint(tmp_path / "half")
+        with log_steps(opt, logger):
+            opt.step(batch)
+        rows = opt.history.rows
+    assert [number for number, _ in logger.lines] == [row["iteration"] for row in rows] == [*range(1, len(rows) + 1)]
+    assert [number for number, _ in other.lines] == [*range(5, other.lines[-1][0] + 1, 5)]
+    for (_, line), row in zip(logger.lines, rows, strict=True):
+        assert line["loss"] == row["f"] and line["lr"] == 1.0
+        assert all(line[name] == row[name] for name in ("step", "evaluations", "gradient", "change", "length"))
+        assert line["loss"] == pytest.approx(line["loss/fit"] + 0.1 * line["loss/more"])
+    with made("adam") as opt, log_steps(opt, adam := Kept()):
+        losses = [opt.step(batch) for _ in range(3)]
+        with pytest.raises(ValueError, match="lacks"):
+            opt.step({"fit": data()})
+    assert [(number, line["loss"]) for number, line in adam.lines] == [(i + 1, losses[i]) for i in range(3)]
+    with made("adam") as opt, pytest.raises(TypeError, match="`log` must be callable"), log_steps(opt, "runs"):  # type: ignore[arg-type]
+        opt.step(batch)
 
 
 # The monitor

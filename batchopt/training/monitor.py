@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from batchopt.extending import check_callable, items_of, reals
-from batchopt.ignite.triggers import read_interval
 from batchopt.optimizer import BatchOptimizer
+from batchopt.training.triggers import read_interval
 
 Statistic = Callable[[torch.Tensor], Any]
 
