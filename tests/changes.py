@@ -46,6 +46,7 @@ class Net(nn.Module):
         self.register_buffer("wide", torch.zeros(1).expand(4))
         self.register_buffer("late", None)
         self.gain = nn.Parameter(torch.ones(4), requires_grad=False)
+        self.rare = nn.Parameter(torch.ones(4))
         self.array = np.ones(4)
         self.last: Callable[[torch.Tensor], torch.Tensor] = _shifted(0.0)
 
@@ -57,16 +58,19 @@ class Net(nn.Module):
         y = y + torch.full((4,), 1 / 3)  # of the default dtype
         if self.late is not None:
             y = y + self.late
+        far = x[:, :1] > 1
+        if bool(far.any()):  # a chunk without one does not use the parameter
+            y = y + far * self.rare
         return self.last(y)
 
 
 class World:
     """One such program, and a batch."""
 
-    def __init__(self) -> None:
+    def __init__(self, weighted: bool = True) -> None:
         torch.manual_seed(0)
-        self.module = Net().double()
-        self.criterion = nn.CrossEntropyLoss(weight=torch.rand(4).double() + 0.5)
+        self.module, weight = Net().double(), torch.rand(4).double() + 0.5
+        self.criterion = nn.CrossEntropyLoss(weight=weight if weighted else None)
         self.inputs, self.targets = torch.randn(13, 3).double(), torch.randint(0, 4, (13,))
         self.handles: list[Any] = []
         captured, scales, power = {"scale": 1.0}, torch.ones(2), 1.0
@@ -200,7 +204,9 @@ CHANGES: dict[str, Callable[[World, float], object]] = {
     "hooks taken off": lambda world, r: world.undo_ambient(),
     "mode": lambda world, r: world.module.drop.train(r > 1),
     "frozen": lambda world, r: world.module.first.weight.requires_grad_(r > 1),
-    "class weights in place": _item(lambda world: world.criterion.weight, 0),
+    "class weights in place": lambda world, r: (
+        None if world.criterion.weight is None else world.criterion.weight.fill_(r)
+    ),
     "class weights": lambda world, r: setattr(world.criterion, "weight", torch.full((4,), r).double().cumsum(0)),
     "reduction": lambda world, r: setattr(world.criterion, "reduction", "sum" if r > 1 else "mean"),
     "label smoothing": lambda world, r: setattr(world.criterion, "label_smoothing", r / 4),

@@ -45,8 +45,9 @@ def sums(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return outputs(module, x, y).sum(0)
 
 
-def indices(worker: Worker, sample: Sample) -> list[int]:
-    return list(sample.indices)
+def indices(worker: Worker, sample: Sample) -> tuple[list[int], float]:
+    """The samples of a chunk, and a random number."""
+    return list(sample.indices), torch.rand(1).item()
 
 
 def refuse(worker: Worker, sample: Sample) -> None:
@@ -56,8 +57,8 @@ def refuse(worker: Worker, sample: Sample) -> None:
 class One:
     """The program on so many workers, beside plain torch."""
 
-    def __init__(self, workers: int, fixed: bool, with_loss_fn: bool, optimizer: str) -> None:
-        self.world, self.with_loss_fn = World(), with_loss_fn
+    def __init__(self, workers: int, fixed: bool, with_loss_fn: bool, optimizer: str, weighted: bool = True) -> None:
+        self.world, self.with_loss_fn, self.fixed = World(weighted or with_loss_fn), with_loss_fn, fixed
         del self.world.module.mix  # sparse, it would be sent each time: it has no memory of one kind
         self.world.module.register_buffer("mix", torch.eye(4).double())
         if with_loss_fn:
@@ -85,11 +86,46 @@ class One:
         self.opt.load(*given)
 
     def f(self) -> torch.Tensor:
-        """By plain torch."""
+        """By plain torch, in one process: all at once, or chunk after chunk where each has statistics of its own."""
+        return self.f_of(self.x, self.y) if not self.world.module.norm.training else self.by_chunks()[0]
+
+    def f_of(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         if self.with_loss_fn:
-            return self.world.loss(self.world.module, self.x, self.y)
-        found: torch.Tensor = self.world.criterion(self.world.module(self.x), self.y)
+            return self.world.loss(self.world.module, x, y)
+        found: torch.Tensor = self.world.criterion(self.world.module(x), y)
         return found
+
+    def weight_of(self, y: torch.Tensor) -> float:
+        """What the mean over these samples divides by; 1 for a sum."""
+        criterion: nn.CrossEntropyLoss = self.world.criterion
+        if criterion.reduction == "sum":
+            return 1.0
+        if self.with_loss_fn:
+            return float(len(y))
+        counted = y[y != self.ignored]
+        return float(len(counted) if criterion.weight is None else criterion.weight[counted].sum())
+
+    def by_chunks(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """f, and the running statistics after it: each chunk begins with those of the start, and their values are
+        averaged by the number of samples."""
+        norm, parts, whole = self.world.module.norm, torch.zeros(()).double(), self.weight_of(self.y)
+        starts = dict(norm.named_buffers())
+        mean = [torch.zeros_like(starts[name]) for name in ("running_mean", "running_var")]
+        try:
+            for x, y in zip(self.x.split(CHUNK), self.y.split(CHUNK), strict=True):
+                for name, start in starts.items():
+                    setattr(norm, name, start.clone())
+                share = self.weight_of(y) / whole if self.world.criterion.reduction == "mean" else 1.0
+                if share:  # of what is ignored there is no mean
+                    parts = parts + share * self.f_of(x, y)
+                else:
+                    self.world.module(x)
+                for total, now in zip(mean, (norm.running_mean, norm.running_var), strict=True):
+                    total += now * len(x) / len(self.x)
+        finally:
+            for name, start in starts.items():
+                setattr(norm, name, start)
+        return parts, mean
 
     def trained(self) -> list[torch.Tensor]:
         """Those of X, also if they are frozen for a while."""
@@ -114,15 +150,17 @@ class One:
     def weighs_alike(self) -> bool:
         """Whether the mean of a loss function is over samples: else it may not be cut."""
         weight = self.world.criterion.weight
-        assert weight is not None
-        alike = bool((weight == weight[0]).all()) and self.ignored not in self.world.targets
+        alike = weight is None or bool((weight == weight[0]).all())
+        alike = alike and self.ignored not in self.world.targets
         return alike and self.world.criterion.reduction == "mean"
 
     def is_plain(self) -> bool:
-        """Whether plain torch computes the same: no chunk has statistics or draws of its own."""
+        """Whether plain torch computes the same: no chunk has draws of its own, and where it has statistics of its own
+        it is known which samples are a chunk."""
         drop, norm = self.world.module.drop, self.world.module.norm
         draws = drop.training and 0.0 < drop.p < 1.0
-        return not draws and not norm.training and (not self.with_loss_fn or self.weighs_alike())
+        known = self.fixed or not norm.training
+        return not draws and known and (not self.with_loss_fn or self.weighs_alike())
 
 
 def close(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -139,10 +177,11 @@ class Model(RuleBasedStateMachine):
         fixed=st.sampled_from([True, True, False]),
         loss_fn=st.booleans(),
         lbfgs=st.booleans(),
+        weighted=st.booleans(),
     )
-    def begin(self, workers: int, fixed: bool, loss_fn: bool, lbfgs: bool) -> None:
+    def begin(self, workers: int, fixed: bool, loss_fn: bool, lbfgs: bool, weighted: bool) -> None:
         self.fixed, self.optimizer, self.fresh = fixed, "lbfgs" if lbfgs else "sgd", False
-        self.both = [One(number, fixed, loss_fn, self.optimizer) for number in (1, workers)]
+        self.both = [One(number, fixed, loss_fn, self.optimizer, weighted) for number in (1, workers)]
         self.load("all")
 
     @property
@@ -167,12 +206,17 @@ class Model(RuleBasedStateMachine):
     @precondition(lambda self: self.fresh)
     @rule(times=st.integers(1, 3))
     def evaluate(self, times: int) -> None:
-        """Again and again the same f; hooks see each sample once, in order."""
+        """Again and again the same f; hooks see each sample once, in order, and each chunk draws numbers of its own."""
         for _ in range(times):
             self.each(lambda one: one.opt.evaluate())
             self.each(lambda one: one.opt.grad_parameters.clone())
             for one in self.both:
-                assert [i for chunk in one.opt.hook_results for i in chunk] == [*range(len(one.x))]
+                samples, draws = zip(*one.opt.hook_results, strict=True)
+                assert [i for chunk in samples for i in chunk] == [*range(len(one.x))]
+                assert len({*draws}) == len(draws)
+            if self.fixed:
+                assert self.both[0].opt.hook_results == self.both[1].opt.hook_results
+            for one in self.both:
                 if one.is_plain():
                     close(torch.tensor(one.opt.output), expected := one.f())
                     close(one.opt.grad_parameters, one.gradient(expected))
@@ -219,11 +263,14 @@ class Model(RuleBasedStateMachine):
 
         def moved(one: One) -> torch.Tensor:
             before = one.opt.parameters.clone()
-            plain = one.is_plain() and self.optimizer == "sgd"
+            plain, norm = one.is_plain() and self.optimizer == "sgd", one.world.module.norm
             expected = before - SGD * one.gradient(one.f()) if plain else before
+            statistics = one.by_chunks()[1] if plain and norm.training else []
             one.opt.step(*one.given)
             if plain:
                 close(one.opt.parameters, expected)
+            for now, mean in zip((norm.running_mean, norm.running_var), statistics, strict=False):
+                close(now, mean)
             return one.opt.parameters.clone()
 
         self.each(moved)
@@ -303,17 +350,30 @@ class Model(RuleBasedStateMachine):
         self.fresh = False
 
     @precondition(lambda self: self.fresh)
-    @rule(what=st.sampled_from(["evaluate", "step"]))
+    @rule(what=st.sampled_from(["evaluate", "step", "a step that was made"]))
     def fail(self, what: str) -> None:
-        """In the user's code: then everything is as before the call."""
+        """In the user's code, in an evaluation or once X has moved: then everything is as before the call."""
+
+        def spoil(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            raise ArithmeticError("refused")
 
         def failing(one: One) -> torch.Tensor:
             before, counters = one.opt.parameters.clone(), (one.opt.batch_counter, one.opt.sample_counter)
-            one.opt.prehook = refuse
-            with pytest.raises(WorkerError, match=r"ArithmeticError in worker .*: refused"):
+            state = {name: tensor.clone() for name, tensor in one.world.module.state_dict().items()}
+            assert one.opt.optimizer is not None
+            handles = []
+            if what == "a step that was made":
+                handles.append(one.opt.optimizer.register_step_post_hook(spoil))
+            else:
+                one.opt.prehook = refuse
+            with pytest.raises((WorkerError, ArithmeticError), match="refused"):
                 one.opt.evaluate() if what == "evaluate" else one.opt.step(one.x, one.y)
+            for handle in handles:
+                handle.remove()
             one.opt.prehook = None
             assert torch.equal(one.opt.parameters, before)
+            for name, tensor in one.world.module.state_dict().items():
+                assert torch.equal(tensor.to_dense(), state[name].to_dense()), name
             assert counters == (one.opt.batch_counter, one.opt.sample_counter)
             return before
 
@@ -336,9 +396,9 @@ class Model(RuleBasedStateMachine):
             CHANGES[name](SimpleNamespace(module=module, handles=[]), number)  # type: ignore[arg-type]
             return torch.ones(len(x)) if place == "collect" else torch.ones(())
 
-        def hook(worker: Worker, sample: Sample) -> list[int]:
+        def hook(worker: Worker, sample: Sample) -> tuple[list[int], float]:
             function(worker.module, sample.inputs, sample.targets)  # type: ignore[arg-type]
-            return [*sample.indices]
+            return indices(worker, sample)
 
         def done(one: One) -> torch.Tensor:
             before, gradient = one.opt.evaluate(), one.opt.grad_parameters.clone()
