@@ -29,25 +29,6 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer] | None] = {
     "torch.optim.Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
 }
 
-# No library at all.
-PLAIN = """
-with batchopt.BatchOptimizer(network(), criterion) as opt:
-    stepper = optimizer(opt.module.parameters())
-
-    def closure():
-        stepper.zero_grad()
-        loss = opt.loss()
-        loss.backward()
-        return loss
-
-    opt.load(x, y)
-    for _ in range(3):
-        stepper.step(closure)
-"""
-
-# In place of `opt.loss()`, by somebody who does not know of it.
-NAIVE = ("opt.evaluate()", "opt.evaluate().requires_grad_()")
-
 
 class PlainTorch:
     """As much of `BatchOptimizer` as the programs use, by plain torch in this process."""
@@ -123,17 +104,6 @@ def loss_of(module: torch.nn.Module, names: dict[str, Any]) -> float:
     return loss
 
 
-def naively(program: str, optimizer: str) -> dict[str, Any]:
-    """What comes of the ways not to do it; errors in words."""
-    found: dict[str, Any] = {}
-    for instead in NAIVE:
-        try:
-            found[instead] = run(program.replace("opt.loss()", instead), optimizer)
-        except RuntimeError as error:
-            found[instead] = str(error)
-    return found
-
-
 def resumed(optimizer: str) -> dict[str, Any]:
     """Run Lightning's program for four epochs, and for two and two more from a checkpoint, with dropout and two batches
     an epoch; returns whether the bits are the same, and the evaluations."""
@@ -166,15 +136,7 @@ def main() -> None:
         print(json.dumps({optimizer: resumed(optimizer) for optimizer in OPTIMIZERS}))
         return
     program = read()[1][sys.argv[1]]
-    found = {
-        optimizer: {
-            "workers": run(program, optimizer),
-            "plain": run(program, optimizer, plain=True),
-            "without": run(PLAIN, optimizer, plain=True),
-            "naive": naively(program, optimizer),
-        }
-        for optimizer in OPTIMIZERS
-    }
+    found = {name: [run(program, name, plain) for plain in (False, True)] for name in OPTIMIZERS}
     print(json.dumps(found))
 
 

@@ -10,22 +10,11 @@ from typing import Any
 
 import pytest
 
-from tests.recipes import NAIVE, OPTIMIZERS, read
-from tests.test_docs import RECIPES, tables
+from tests.recipes import OPTIMIZERS, read
 
 pytestmark = pytest.mark.nightly  # each program imports its library
 
-(TABLE,) = tables(RECIPES)
 LIBRARIES = [heading for heading, program in read()[1].items() if "opt.loss()" in program]
-
-
-def evaluations(row: int) -> list[int]:
-    """What the page says of each optimizer."""
-    return [int(cell) for cell in TABLE.rows[row][1:]]
-
-
-def test_the_table_has_every_program() -> None:
-    assert [row[0] for row in TABLE.rows] == ["plain torch, no library", *LIBRARIES]
 
 
 def ran(argument: str, folder: Path) -> dict[str, Any]:
@@ -41,25 +30,12 @@ def ran(argument: str, folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_program_over_workers_is_the_one_of_plain_torch(library: str, tmp_path: Path) -> None:
     found = ran(library, tmp_path)
-    for kind in found.values():
-        workers, plain, without = kind["workers"], kind["plain"], kind["without"]
-        assert workers["evaluations"] == plain["evaluations"] and workers == pytest.approx(plain, rel=1e-6)
-        assert plain["after"] == without["after"] < 0.7 * workers["before"]
     assert list(found) == list(OPTIMIZERS)
-    assert [kind["workers"]["evaluations"] for kind in found.values()] == evaluations(1 + LIBRARIES.index(library))
-    assert [kind["without"]["evaluations"] for kind in found.values()] == evaluations(0)
-    check_naive([kind["naive"] for kind in found.values()], wiped=library == "Lightning")
+    for workers, plain in found.values():
+        assert workers == pytest.approx(plain, rel=1e-6) and plain["after"] < 0.7 * workers["before"]
 
 
 def test_a_training_of_lightning_goes_on_from_its_checkpoint_to_the_bit(tmp_path: Path) -> None:
     for found in ran("resumed", tmp_path).values():
         whole, again = found["evaluations"]
         assert found["same"] and whole == again >= 8
-
-
-def check_naive(found: list[dict[str, Any]], wiped: bool) -> None:
-    """`evaluate` is no loss; where it is made one, its gradients stay only in loops that set them to zero before."""
-    bare, with_gradient = NAIVE
-    for naive in found:
-        assert "does not require grad" in naive[bare]
-        assert (naive[with_gradient]["after"] == naive[with_gradient]["before"]) is wiped
