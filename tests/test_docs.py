@@ -88,7 +88,7 @@ def run(program: Path, folder: Path) -> str:
 )
 def test_recipes_that_stand_alone_run(heading: str, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
-    program.write_text(recipes.read()[0] + recipes.read()[1][heading])
+    program.write_text(recipes.read()[1][heading])
     subprocess.run([sys.executable, program], check=True, capture_output=True, timeout=280, cwd=tmp_path)
 
 
