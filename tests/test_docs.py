@@ -19,7 +19,6 @@ import torch
 
 import batchopt
 import batchopt.ignite
-from tests import recipes
 
 ROOT = Path(__file__).parent.parent
 DOCS = sorted((ROOT / "docs").glob("*.md"))
@@ -79,17 +78,6 @@ def run(program: Path, folder: Path) -> str:
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, cwd=folder)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "heading",
-    ["Two optimizers over one module", pytest.param("pytorch-pfn-extras", marks=pytest.mark.nightly)],
-)
-def test_recipes_that_stand_alone_run(heading: str, tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(recipes.read()[1][heading])
-    subprocess.run([sys.executable, program], check=True, capture_output=True, timeout=280, cwd=tmp_path)
 
 
 @pytest.mark.slow
