@@ -125,27 +125,19 @@ def take_turns(arms: Mapping[str, Arm], burst: int = BURST, rounds: int = ROUNDS
 
 
 class Plain:
-    """One evaluation by torch alone; in equal `chunks` of the batch, whose gradients torch adds up."""
+    """One evaluation by torch alone."""
 
-    def __init__(self, workload: str, threads: int, chunks: int = 1) -> None:
+    def __init__(self, workload: str, threads: int) -> None:
         torch.set_num_threads(threads)
-        case = build(workload)
-        self.module, self._loss = case.module, case.loss
-        self._parameters = list(case.module.parameters())
-        self._cases = [share(case, rank, chunks) for rank in range(chunks)] if chunks > 1 else [case]
-        self._samples = len(case.inputs)
+        self._case = build(workload)
+        self.module = self._case.module
 
     def __call__(self) -> float:
-        for parameter in self._parameters:
+        for parameter in self.module.parameters():
             parameter.grad = None
-        whole = 0.0
-        for case in self._cases:
-            loss = self._loss(self.module, case.inputs, case.targets)
-            if len(self._cases) > 1:
-                loss = loss * (len(case.inputs) / self._samples)
-            loss.backward()  # type: ignore[no-untyped-call]
-            whole += loss.item()
-        return whole
+        loss = self._case.loss(self.module, self._case.inputs, self._case.targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.item()
 
 
 class Apart:

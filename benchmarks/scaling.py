@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy
 import torch
 
+import batchopt
 from benchmarks.findings import RESULTS, Finding, publish
-from benchmarks.growth import tiny
 
 WORK = (0.05, 0.2, 1.0)
 PREDICTED = (128, 256, 512, 1024)
@@ -37,6 +37,18 @@ class Sleep:
         time.sleep(self.seconds)
         loss: torch.Tensor = module(inputs).sum()
         return loss
+
+
+def tiny(loss_fn: Sleep, workers: int) -> batchopt.BatchOptimizer:
+    """Of a model that takes no time, with so many workers in equal shares."""
+    return batchopt.BatchOptimizer(
+        torch.nn.Linear(1, 1),
+        loss_fn=loss_fn,
+        optimizer=None,
+        parallelize=workers,
+        reduction="sum",
+        speeds=[1.0] * workers,
+    )
 
 
 class Line:

@@ -93,23 +93,6 @@ def link_included(app: object, name: str, source: list[str]) -> None:
         source[0] = source[0].replace(f"](../{file}.md", f"]({page}")
 
 
-PROGRAMS = ROOT / "docs" / "_build" / "programs"
-
-
-def offer_program(app: object, name: str, source: list[str]) -> None:
-    """Offer the blocks of code of a page, which continue from each other, as one program, less what needs a cluster."""
-    if name == "libraries":  # whose programs stand alone
-        return
-    blocks = re.findall(r"^```python\n(.*?)^```$", source[0], re.DOTALL | re.MULTILINE)
-    program = "\n\n".join(block for block in blocks if 'backend="ray"' not in block)
-    if len(blocks) > 1:
-        path = PROGRAMS / f"{name}.py"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(program)
-        title, _, rest = source[0].partition("\n")
-        source[0] = f"{title}\n\n{{download}}`All code of this page </_build/programs/{name}.py>`\n{rest}"
-
-
 def print_refusals(app: object, name: str, source: list[str]) -> None:
     """Put the tables of what is refused, which the tests run, where a page asks for them."""
     module = ast.parse((ROOT / "tests" / "refusals.py").read_text())
@@ -148,7 +131,6 @@ def setup(app: Any) -> None:
     app.connect("source-read", put_figure_first)
     app.connect("html-page-context", describe)
     app.connect("source-read", link_included)
-    app.connect("source-read", offer_program)
     app.connect("source-read", print_refusals)
 
 

@@ -170,6 +170,11 @@ def _sparse_in_place(world: World, r: float) -> None:
     world.module.mix.values().mul_(r)
 
 
+def _weight(world: World, r: float) -> None:
+    if world.criterion.weight is not None:
+        world.criterion.weight[0] = r
+
+
 # Each is made with a number between 0.5 and 2.
 CHANGES: dict[str, Callable[[World, float], object]] = {
     "attribute": _set("world.module", "beta"),
@@ -204,9 +209,7 @@ CHANGES: dict[str, Callable[[World, float], object]] = {
     "hooks taken off": lambda world, r: world.undo_ambient(),
     "mode": lambda world, r: world.module.drop.train(r > 1),
     "frozen": lambda world, r: world.module.first.weight.requires_grad_(r > 1),
-    "class weights in place": lambda world, r: (
-        None if world.criterion.weight is None else world.criterion.weight.fill_(r)
-    ),
+    "class weights in place": _weight,
     "class weights": lambda world, r: setattr(world.criterion, "weight", torch.full((4,), r).double().cumsum(0)),
     "reduction": lambda world, r: setattr(world.criterion, "reduction", "sum" if r > 1 else "mean"),
     "label smoothing": lambda world, r: setattr(world.criterion, "label_smoothing", r / 4),

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -54,16 +51,3 @@ def test_the_residual_is_that_of_the_equation(burgers: ModuleType) -> None:
     t, x = at[:, 0], at[:, 1]
     expected = (x**2 + 2 * t**2 * x**3 - 2 * burgers.NU * t).square().mean()
     torch.testing.assert_close(burgers.residual(Known(), at, None), expected)
-
-
-@pytest.mark.nightly
-def test_a_short_run_leaves_curves_and_a_picture(tmp_path: Path) -> None:
-    arguments = ["--seeds", "0", "--evaluations", "12", "--folder", str(tmp_path), "--optimizers", "LBFGS", "SSBroyden"]
-    done = subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr
-    for name in ("LBFGS", "SSBroyden"):
-        run = json.loads((tmp_path / f"{name}-0.json").read_text())
-        assert run["curve"][-1][0] == 12
-        assert 0 < run["curve"][-1][1] < 1
-    assert (tmp_path / "burgers.png").stat().st_size > 10_000
-    assert "the paper" in done.stdout

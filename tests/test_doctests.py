@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import batchopt
+import batchopt.training
 from batchopt import extending
 from batchopt.evaluations import Evaluations
 from batchopt.studies import Studies
@@ -19,19 +20,6 @@ from batchopt.studies import Studies
 # Their examples are also those of their parts: of each method after the example of the class.
 PUBLIC = {name: getattr(batchopt, name) for name in batchopt.__all__}
 PUBLIC |= {f"training.{name}": thing for name, thing in vars(batchopt.training).items() if not name.startswith("_")}
-
-HAVE_ONE = set(
-    """
-    BatchOptimizer LBFGS CG SSBroyden LevenbergMarquardt SVRG hogwild Term Weighted Batches resample split_batch
-    training.fit
-    """.split()
-)
-METHODS_HAVE_ONE = set(
-    """
-    step steps check evaluate loss hvp residuals gauss_newton normal evaluate_many input_gradients collect total outputs
-    predict score full_gradient objective timeline run_on_workers resize save covariance multistart
-    """.split()
-)
 
 
 def found() -> Iterator[tuple[str, list[doctest.DocTest]]]:
@@ -60,11 +48,6 @@ def found() -> Iterator[tuple[str, list[doctest.DocTest]]]:
 EXAMPLES = dict(found())
 
 
-def test_the_main_names_have_an_example() -> None:
-    assert HAVE_ONE <= EXAMPLES.keys()
-    assert {f"BatchOptimizer.{name}" for name in METHODS_HAVE_ONE} <= EXAMPLES.keys()
-
-
 @pytest.mark.rows
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_prints_what_it_says(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,12 +64,6 @@ def test_an_example_prints_what_it_says(name: str, tmp_path: Path, monkeypatch: 
         if "opt" in names:
             names["opt"].close()
     assert "".join(said) == ""
-
-
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_is_short(name: str) -> None:
-    lines = EXAMPLES[name][-1].examples
-    assert sum(example.source.count("\n") + example.want.count("\n") for example in lines) <= 10
 
 
 # Reprs

@@ -1,4 +1,4 @@
-"""The three laws of docs/changes.md: what code of the user leaves behind is thrown away, harmless, or refused by name;
+"""The three laws of docs/bits.md: what code of the user leaves behind is thrown away, harmless, or refused by name;
 f is one number for all evaluations of a step, whoever evaluates it."""
 
 from __future__ import annotations

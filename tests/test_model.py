@@ -112,7 +112,7 @@ class One:
         starts = dict(norm.named_buffers())
         mean = [torch.zeros_like(starts[name]) for name in ("running_mean", "running_var")]
         try:
-            for x, y in zip(self.x.split(CHUNK), self.y.split(CHUNK), strict=True):
+            for x, y in zip(torch.split(self.x, CHUNK), torch.split(self.y, CHUNK), strict=True):
                 for name, start in starts.items():
                     setattr(norm, name, start.clone())
                 share = self.weight_of(y) / whole if self.world.criterion.reduction == "mean" else 1.0
@@ -120,8 +120,8 @@ class One:
                     parts = parts + share * self.f_of(x, y)
                 else:
                     self.world.module(x)
-                for total, now in zip(mean, (norm.running_mean, norm.running_var), strict=True):
-                    total += now * len(x) / len(self.x)
+                for total, name in zip(mean, ("running_mean", "running_var"), strict=True):
+                    total += norm.get_buffer(name) * len(x) / len(self.x)
         finally:
             for name, start in starts.items():
                 setattr(norm, name, start)
@@ -269,8 +269,8 @@ class Model(RuleBasedStateMachine):
             one.opt.step(*one.given)
             if plain:
                 close(one.opt.parameters, expected)
-            for now, mean in zip((norm.running_mean, norm.running_var), statistics, strict=False):
-                close(now, mean)
+            for name, mean in zip(("running_mean", "running_var"), statistics, strict=False):
+                close(norm.get_buffer(name), mean)
             return one.opt.parameters.clone()
 
         self.each(moved)

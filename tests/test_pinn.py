@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -112,32 +111,6 @@ def test_allen_cahn_begins_as_given_and_goes_on_as_without_diffusion() -> None:
     times = t[:30, column]
     expected = first * np.exp(5 * times) / np.sqrt(1 + first**2 * (np.exp(10 * times) - 1))
     np.testing.assert_allclose(u[:30, column], expected, rtol=0.05)
-
-
-def a_run(method: str, seed: int, errors: list[float], seconds: float = 3.0) -> dict[str, Any]:
-    curve = [(float(i + 1), 10 * i, 1.0, error) for i, error in enumerate(errors)]
-    return {"problem": "Burgers", "method": method, "seed": seed, "seconds": seconds, "curve": curve}
-
-
-def test_runs_are_compared_after_the_time_that_all_had() -> None:
-    runs = [
-        a_run("torch LBFGS", 0, [1.0, 0.5, 0.4]),
-        a_run("torch LBFGS", 1, [1.0, 0.6, 0.6]),
-        a_run("LM", 0, [1.0, 0.1, 0.01, 0.001], seconds=4.0),
-        a_run("LM", 1, [1.0, 0.1, 0.03, 0.003], seconds=4.0),
-    ]
-    found = {finding.question: finding.value for finding in pinn.judge(runs)}
-    assert found["Burgers, torch LBFGS, 3 s, 2 seeds: median error"] == 0.5
-    assert found["Burgers, LM, 3 s, 2 seeds: median error"] == 0.02
-    assert found["Burgers, LM, 4 s, 2 seeds: highest error"] == 0.003
-    assert found["Burgers, 3 s: median error, torch LBFGS / LM"] == pytest.approx(25.0)
-    assert "LM" in pinn.table(runs) and "3.0e-02" in pinn.table(runs)
-
-
-def test_ten_seeds_of_burgers_and_three_of_the_others_are_wanted() -> None:
-    keys = pinn.wanted(PROBLEMS, pinn.METHODS, None)
-    assert len(keys) == len(set(keys)) == 10 * 7 + 4 * 3 * 6
-    assert {seed for problem, _, seed in keys if problem == "Burgers"} == set(range(10))
 
 
 @pytest.mark.nightly

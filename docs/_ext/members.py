@@ -64,13 +64,18 @@ def link_members(app: object, name: str, source: list[str]) -> None:
 
 
 def name_definitions(app: object, doctree: Any) -> None:
-    """Have `sphinx.ext.viewcode` look for a method that is inherited in the class that defines it."""
+    """Have `sphinx.ext.viewcode` look for a method that is inherited in the class that defines it; and give objects the
+    anchors that its pages link back to, which take the module's first name for all that is in it."""
     for signature in doctree.findall(desc_signature):
         name = signature.get("fullname", "").removeprefix(f"{CLASS.__name__}.")
         for kind in CLASS.__mro__ if name in MEMBERS else ():
             if name in vars(kind):
                 signature["module"], signature["fullname"] = kind.__module__, f"{kind.__name__}.{name}"
+                signature["ids"].append(f"{kind.__module__}.{kind.__name__}.{name}")
                 break
+        anchor = f"batchopt.{signature.get('fullname')}"
+        if signature.get("module", "batchopt") != "batchopt" and anchor not in signature["ids"]:
+            signature["ids"].append(anchor)
 
 
 def setup(app: Any) -> dict[str, bool]:
