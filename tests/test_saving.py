@@ -10,14 +10,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import accelerate
-import huggingface_hub
 import pytest
-import safetensors.torch
 import torch
 from torch import nn
 
 from batchopt import BatchOptimizer
+
+for library in ("accelerate", "huggingface_hub", "safetensors"):
+    pytest.importorskip(library)
+
+import accelerate  # noqa: E402
+import huggingface_hub  # noqa: E402
+import safetensors.torch  # noqa: E402
 
 DTYPES = [torch.float32, torch.bfloat16]
 # Bytes that a file or a pickle may have beside what its tensors hold.

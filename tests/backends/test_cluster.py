@@ -49,6 +49,7 @@ def test_without_ray_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("address", ["127.0.0.1:9", "ray://127.0.0.1:9"])
 def test_an_address_where_nobody_listens_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    pytest.importorskip("ray")
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(ConnectionError, match=rf"no Ray cluster answers at {address}"):
         BatchOptimizer(nn.Linear(1, 1), nn.MSELoss(), backend="ray", parallelize=2)
