@@ -178,9 +178,11 @@ class Model(RuleBasedStateMachine):
         loss_fn=st.booleans(),
         lbfgs=st.booleans(),
         weighted=st.booleans(),
+        looks=st.sampled_from([True, True, False]),
     )
-    def begin(self, workers: int, fixed: bool, loss_fn: bool, lbfgs: bool, weighted: bool) -> None:
-        self.fixed, self.optimizer, self.fresh = fixed, "lbfgs" if lbfgs else "sgd", False
+    def begin(self, workers: int, fixed: bool, loss_fn: bool, lbfgs: bool, weighted: bool, looks: bool) -> None:
+        """`looks`: f is asked for after each thing that is done, else now and then."""
+        self.fixed, self.optimizer, self.fresh, self.looks = fixed, "lbfgs" if lbfgs else "sgd", False, looks
         self.both = [One(number, fixed, loss_fn, self.optimizer, weighted) for number in (1, workers)]
         self.load("all")
 
@@ -201,12 +203,21 @@ class Model(RuleBasedStateMachine):
     @rule(form=st.sampled_from([*FORMS]))
     def load(self, form: str) -> None:
         self.each(lambda one: one.load(form))
-        self.fresh = True
+        self.fresh, self.form = True, form
 
-    @precondition(lambda self: self.fresh)
+    @invariant()
+    def f_is_right(self) -> None:
+        if getattr(self, "looks", False):
+            self.evaluate(1)
+
     @rule(times=st.integers(1, 3))
+    def again(self, times: int) -> None:
+        self.evaluate(times)
+
     def evaluate(self, times: int) -> None:
         """Again and again the same f; hooks see each sample once, in order, and each chunk draws numbers of its own."""
+        if not self.fresh:
+            self.load(self.form)
         for _ in range(times):
             self.each(lambda one: one.opt.evaluate())
             self.each(lambda one: one.opt.grad_parameters.clone())
@@ -345,6 +356,8 @@ class Model(RuleBasedStateMachine):
             SignalAt(number).amid(calls[what])
             if what == "step":
                 one.opt.load_state_dict(state)
+        if what == "load":  # which has begun a step, or has not: random numbers of the next one are its own
+            one.opt.load_state_dict(state)
         assert torch.equal(one.opt.parameters, before)
         assert counters == (one.opt.batch_counter, one.opt.sample_counter)
         self.fresh = False
