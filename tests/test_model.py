@@ -178,12 +178,27 @@ class Model(RuleBasedStateMachine):
         loss_fn=st.booleans(),
         lbfgs=st.booleans(),
         weighted=st.booleans(),
+        ignores=st.booleans(),
+        statistics=st.booleans(),
         looks=st.sampled_from([True, True, False]),
     )
-    def begin(self, workers: int, fixed: bool, loss_fn: bool, lbfgs: bool, weighted: bool, looks: bool) -> None:
+    def begin(
+        self,
+        workers: int,
+        fixed: bool,
+        loss_fn: bool,
+        lbfgs: bool,
+        weighted: bool,
+        ignores: bool,
+        statistics: bool,
+        looks: bool,
+    ) -> None:
         """`looks`: f is asked for after each thing that is done, else now and then."""
         self.fixed, self.optimizer, self.fresh, self.looks = fixed, "lbfgs" if lbfgs else "sgd", False, looks
         self.both = [One(number, fixed, loss_fn, self.optimizer, weighted) for number in (1, workers)]
+        for one in self.both:
+            one.world.criterion.ignore_index = 1 if ignores else -100
+            one.world.module.norm.train(statistics and fixed)
         self.load("all")
 
     @property
