@@ -7,8 +7,8 @@ own, and fitted by `fixed + a log2 N + b (N - 1)`.
 
 Then nodes, each of which is its own worker, since workers of 64 nodes would import torch on two cores: the seconds
 until the first f is there; those of an evaluation at whose start one of them was killed; and those from the moment at
-which there is room for another one until f is there by all of them. All of it happens where no name server is asked,
-since torch's store looks up each client, and one late answer stops it for five seconds.
+which there is room for another one until f is there by all of them. Run it where no name server is asked: torch's
+store looks up each client, and one late answer stops it for five seconds.
 
     python -m benchmarks.many_ranks [--ranks 1 2 4 8 16 32 64] [--repeats 20]
 """
