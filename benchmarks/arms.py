@@ -9,12 +9,11 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
-from threading import Lock
 from types import MappingProxyType
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 import torch.distributed
@@ -22,7 +21,6 @@ import torch.multiprocessing as mp
 from torch.nn.parallel import DistributedDataParallel
 
 import batchopt
-from batchopt import extending
 from benchmarks.workloads import Workload, build
 
 # Evaluations in a row, of which the first does not count: it finds cold caches, as no optimizer's second one does.
@@ -30,7 +28,6 @@ BURST = 4
 ROUNDS = 8
 # Evaluations after which "auto" must have chosen.
 MOST = 3000
-_STARTS = Lock()
 
 # Made in the process of the arm; returns what is timed.
 Make = Callable[..., Callable[[], object]]
@@ -42,14 +39,8 @@ class Arm:
     def __init__(
         self, make: Make, *arguments: Any, processes: int = 1, environment: Mapping[str, str] = MappingProxyType({})
     ) -> None:
-        with _STARTS:  # arms may be started at the same time
-            before = dict(os.environ)
-            os.environ.update(environment)
-            try:
-                self._start(make, arguments, processes)
-            finally:
-                os.environ.clear()
-                os.environ.update(before)
+        with patch.dict(os.environ, environment):
+            self._start(make, arguments, processes)
         self._answers()
 
     def _start(self, make: Make, arguments: Sequence[Any], processes: int) -> None:
@@ -83,12 +74,6 @@ class Arm:
             process.join()
 
 
-def start(ways: Mapping[str, Callable[[], Arm]]) -> dict[str, Arm]:
-    """Start arms, as many at a time as there are two cores for each."""
-    with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // 2)) as pool:
-        return dict(zip(ways, pool.map(lambda way: way(), ways.values()), strict=True))
-
-
 def free_port() -> int:
     """A port where nobody listens now."""
     with socket.socket() as some:
@@ -114,13 +99,18 @@ def _serve(end: Connection, make: Make, arguments: Sequence[Any]) -> None:
 
 
 def take_turns(arms: Mapping[str, Arm], burst: int = BURST, rounds: int = ROUNDS) -> dict[str, float]:
-    """The median seconds of a run of each arm: `rounds` times, in turn, `burst` runs in a row less the first. The order
-    changes from round to round, since an arm that follows one with idle cores finds them asleep."""
+    """The median seconds of a run of each arm, all of which end: `rounds` times, in turn, `burst` runs in a row less
+    the first. The order changes from round to round, since an arm that follows one with idle cores finds them
+    asleep."""
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     order = random.Random(0)
-    for _ in range(rounds):
-        for name in order.sample([*arms], len(arms)):
-            seconds[name] += arms[name].burst(burst)[1:]
+    try:
+        for _ in range(rounds):
+            for name in order.sample([*arms], len(arms)):
+                seconds[name] += arms[name].burst(burst)[1:]
+    finally:
+        for arm in arms.values():
+            arm.close()
     return {name: statistics.median(some) for name, some in seconds.items()}
 
 
@@ -155,16 +145,8 @@ class Apart:
         self._case.loss(self._case.module, self._case.inputs, self._case.targets).backward()  # type: ignore[no-untyped-call]
 
 
-class Said(batchopt.Observer):
-    """Prints what was decided."""
-
-    def decided(self, message: str) -> None:
-        """Print it."""
-        print(message, flush=True)
-
-
 class Ours:
-    """One evaluation by workers; those of `"auto"`: until it has chosen, which it says."""
+    """One evaluation by workers; those of `"auto"`: once it has chosen."""
 
     def __init__(
         self, workload: str, parallelize: int | Literal["auto"], options: Mapping[str, Any] = MappingProxyType({})
@@ -175,9 +157,8 @@ class Ours:
         )
         opt.load(case.inputs, case.targets)
         self.module, self.close = case.module, opt.close
-        with extending.observe(opt, Said()):
-            while parallelize == "auto" and "parallelize" not in opt.state_dict() and opt.eval_counter < MOST:
-                opt.evaluate()
+        while parallelize == "auto" and "parallelize" not in opt.state_dict() and opt.eval_counter < MOST:
+            opt.evaluate()
 
     def __call__(self) -> float:
         return self._opt.evaluate().item()
@@ -190,26 +171,6 @@ class Moving(Ours):
         with torch.no_grad():
             self._opt.parameters[0] += 1e-6
         return super().__call__()
-
-
-def ranked(rank: int, ranks: int, port: int) -> None:
-    """Let this process be that rank, with one thread, as torchrun would start it on a machine of its own."""
-    torch.set_num_threads(1)
-    here = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
-    os.environ |= {name: str(value) for name, value in here.items()}
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-
-
-class Ranks:
-    """One evaluation by ranks of which each has one worker, which is its own process, as torchrun would start them."""
-
-    def __init__(self, workload: str, rank: int, ranks: int, port: int) -> None:
-        ranked(rank, ranks, port)
-        self._ours = Moving(workload, 1, {"backend": "ranks"})
-        self.close = self._ours.close
-
-    def __call__(self) -> float:
-        return self._ours()
 
 
 def share(case: Workload, rank: int, ranks: int) -> Workload:

@@ -2,9 +2,7 @@
 
 For fifteen functions of one to some hundreds of milliseconds, in turn, each in a process of its own: plain torch on
 all cores and on one thread, `parallelize=1`, the same with one thread, `parallelize=N`, N/2, N/4 ..., and `"auto"`,
-once it has chosen. Where there is a CUDA device, a worker there is one of the ways. `chosen / best` compares it with
-the fastest of our own ways, `chosen / torch` with torch on all cores: smaller is better. `efficiency` is that of N
-workers: (torch on one thread / N) / theirs.
+once it has chosen. Where there is a CUDA device, a worker there is one of the ways.
 
     python -m benchmarks.auto [--workloads "GRU, 256 of 30" pinn ...] [--rounds 6]
 """
@@ -17,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.arms import Arm, Ours, Plain, start, take_turns
+from benchmarks.arms import Arm, Ours, Plain, take_turns
 from benchmarks.findings import Finding, table, write
 from benchmarks.workloads import FUNCTIONS, WORKLOADS
 
@@ -28,23 +26,17 @@ def measure(name: str, cores: int, rounds: int) -> dict[str, float]:
     """The median seconds of each way."""
     there: dict[str, Any] = {"devices": ["cuda:0"]} if torch.cuda.is_available() else {}
     counts = [cores >> halved for halved in range(cores.bit_length()) if cores >> halved > 1]
-    arms = start(
-        {
-            "torch": lambda: Arm(Plain, name, cores),
-            "torch, 1 thread": lambda: Arm(Plain, name, 1),
-            "1": lambda: Arm(Ours, name, 1),
-            "1, 1 thread": lambda: Arm(Ours, name, 1, {"threads_per_worker": 1}),
-            **{str(count): lambda count=count: Arm(Ours, name, count) for count in counts},  # type: ignore[misc]
-            **({"1 on cuda:0": lambda: Arm(Ours, name, 1, there)} if there else {}),
-        }
-    )
-    try:
-        arms["auto"] = Arm(Ours, name, "auto", there)  # chooses while the others sleep
-        short = take_turns({"1": arms["1"]}, 4, 2)["1"] < 0.02
-        return take_turns(arms, 30 if short else 5, rounds)
-    finally:
-        for arm in arms.values():
-            arm.close()
+    arms = {
+        "torch": Arm(Plain, name, cores),
+        "torch, 1 thread": Arm(Plain, name, 1),
+        "1": Arm(Ours, name, 1),
+        "1, 1 thread": Arm(Ours, name, 1, {"threads_per_worker": 1}),
+        **{str(count): Arm(Ours, name, count) for count in counts},
+        **({"1 on cuda:0": Arm(Ours, name, 1, there)} if there else {}),
+    }
+    arms["auto"] = Arm(Ours, name, "auto", there)  # chooses while the others sleep
+    short = statistics.median(arms["1"].burst(7)) < 0.02
+    return take_turns(arms, 30 if short else 5, rounds)
 
 
 def by_hand(times: dict[str, float]) -> float:
@@ -74,13 +66,7 @@ def main() -> None:
     cores, results = torch.get_num_threads(), {}
     for name in given.workloads:
         results[name] = times = measure(name, cores, given.rounds)
-        row = "".join(f"{way:>16} {seconds * 1e3:9.3f}" for way, seconds in times.items())
-        ratios = {
-            "chosen/best": times["auto"] / by_hand(times),
-            "chosen/torch": times["auto"] / times["torch"],
-            "efficiency": times["torch, 1 thread"] / cores / times[str(cores)],
-        }
-        print(f"{name:24}{row}" + "".join(f"  {ratio} {value:.3f}" for ratio, value in ratios.items()), flush=True)
+        print(f"{name:24}" + "".join(f"  {way} {seconds * 1e3:.3f} ms" for way, seconds in times.items()), flush=True)
         write("auto" if cores == 2 else f"auto_{cores}", judge(results, cores), {"seconds": results})
     print(table(judge(results, cores)))
 

@@ -25,7 +25,7 @@ from scipy import optimize
 import batchopt
 from benchmarks import problems
 from benchmarks.findings import Finding, publish
-from benchmarks.s2mpj import JUDGED, LIMIT, Squares, Table, Trace, count, measure
+from benchmarks.s2mpj import JUDGED, LIMIT, Squares, Table, Trace, count, measure, with_least_squares
 from benchmarks.s2mpj_problems import Vector, bounded
 from benchmarks.solvers import NO_STOP
 
@@ -102,23 +102,6 @@ def lbfgsb(trace: Trace) -> None:
     optimize.minimize(value_and_gradient, start, jac=True, method="L-BFGS-B", bounds=bounds, options=options)
 
 
-def least_squares(method: str) -> Callable[[Trace], None]:
-    """A method of SciPy's `least_squares`, with the smallest tolerances, scaled by the Jacobian."""
-
-    def run(trace: Trace) -> None:
-        def values(x: Vector) -> Vector:
-            residuals, _ = trace.problem.residuals(x)
-            trace.record(float(residuals @ residuals))
-            return residuals
-
-        start = np.clip(trace.problem.start, *trace.problem.bounds)
-        options: dict[str, Any] = {"ftol": 1e-15, "xtol": 1e-15, "gtol": 1e-15, "x_scale": "jac", "max_nfev": LIMIT}
-        jacobian = {"jac": lambda x: trace.problem.residuals(x)[1]}
-        optimize.least_squares(values, start, bounds=trace.problem.bounds, method=method, **jacobian, **options)
-
-    return run
-
-
 ANY: dict[str, Callable[[Any], object]] = {
     "LBFGS": of_ours(batchopt.LBFGS),
     "LBFGS, history 10": of_ours(lambda params, **options: batchopt.LBFGS(params, history_size=10, **options)),
@@ -129,8 +112,8 @@ OF_SQUARES: dict[str, Callable[[Any], object]] = {
     "LevenbergMarquardt, products": of_ours(
         lambda params, **options: batchopt.LevenbergMarquardt(params, dense=0, **options), True
     ),
-    "SciPy dogbox": least_squares("dogbox"),
-    "SciPy trf": least_squares("trf"),
+    "SciPy dogbox": with_least_squares("dogbox"),
+    "SciPy trf": with_least_squares("trf"),
 }
 
 
@@ -163,14 +146,8 @@ def main() -> None:
     tables = {"bounded": {problem.name: measure(problem, ANY) for problem in bounded()}}
     print(*OF_SQUARES, sep="\n")
     tables["squares"] = {problem.name: measure(problem, OF_SQUARES) for problem in squares()}  # type: ignore[arg-type]
-    publish(
-        "bounded",
-        [
-            *judge("bounded", tables["bounded"], "SciPy L-BFGS-B", 1.3),
-            *judge("squares", tables["squares"], "SciPy trf", 1.3),
-        ],
-        tables,
-    )
+    findings = judge("bounded", tables["bounded"], "SciPy L-BFGS-B", 1.3)
+    publish("bounded", findings + judge("squares", tables["squares"], "SciPy trf", 1.3), tables)
 
 
 if __name__ == "__main__":

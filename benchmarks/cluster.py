@@ -32,16 +32,15 @@ def measure(size: str, nodes: int, each: int, rounds: int) -> dict[str, float]:
     for _ in range(nodes):
         cluster.add_node(num_cpus=2 * each, object_store_memory=2**30)
     ray_here = {"RAY_ADDRESS": cluster.address, "PYTHONWARNINGS": "ignore"}
-    arms: dict[str, Arm] = {}
     try:
-        arms["limit"] = Arm(Apart, size, processes=count)
-        arms["ours"] = Arm(Moving, size, count, {"backend": "ray"}, environment=ray_here)
-        arms["tasks"] = Arm(Tasks, size, count, environment=ray_here)
-        arms["ddp"] = Arm(Distributed, size, processes=count)
+        arms = {
+            "limit": Arm(Apart, size, processes=count),
+            "ours": Arm(Moving, size, count, {"backend": "ray"}, environment=ray_here),
+            "tasks": Arm(Tasks, size, count, environment=ray_here),
+            "ddp": Arm(Distributed, size, processes=count),
+        }
         return take_turns(arms, BURST, rounds)
     finally:
-        for arm in arms.values():
-            arm.close()
         cluster.shutdown()  # type: ignore[no-untyped-call]
 
 

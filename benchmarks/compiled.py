@@ -58,9 +58,8 @@ def burgers_loss(module: nn.Module, points: torch.Tensor, targets: Any) -> torch
 
 def burgers(points: int, dtype: torch.dtype, aim: float) -> Case:
     """3 layers of 40."""
-    where = torch.rand(points, 2, dtype=dtype) * torch.tensor([1.0, 2.0], dtype=dtype) - torch.tensor([0, 1.0]).to(
-        dtype
-    )
+    low, size = torch.tensor([[0.0, -1.0], [1.0, 2.0]], dtype=dtype)
+    where = torch.rand(points, 2, dtype=dtype) * size + low
     return Case(layers(2, 40, 40, 40, 1).to(dtype), burgers_loss, where, None, 2500, aim)
 
 
@@ -196,12 +195,7 @@ def main() -> None:
         }
         if "burgers" in name and importlib.util.find_spec("jax") is not None:
             arms["jax"] = Arm(Jax, name)
-        try:
-            times = take_turns(arms, rounds=given.rounds)
-        finally:
-            for arm in arms.values():
-                arm.close()
-        seconds[name] = times
+        seconds[name] = times = take_turns(arms, rounds=given.rounds)
         aim = CASES[name]().aim or None
         gains = {way: times["eager"] / times[way] for way in arms if way not in ("eager", "jax")}
         findings.append(Finding(f"{name}: an eager evaluation", times["eager"] * 1e3, "ms"))
@@ -210,9 +204,8 @@ def main() -> None:
         findings.append(Finding(f"{name}: eager / the faster of both", best, least=aim))
         findings.append(Finding(f"{name}: eager / auto", gains["auto"], least=0.98 if name in PLAIN else None))
         if "jax" in times:
-            findings.append(
-                Finding(f"{name}: jax / the faster of both", times["jax"] / times["eager"] * best, least=1.1)
-            )
+            ratio = times["jax"] / times["eager"] * best
+            findings.append(Finding(f"{name}: jax / the faster of both", ratio, least=1.1))
     publish("compiled", findings, {"seconds": seconds})
 
 

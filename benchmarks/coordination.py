@@ -26,11 +26,7 @@ def main() -> None:
         "ddp": Arm(Distributed, "tiny", processes=2),
         "ours": Arm(Ours, "tiny", 2),
     }
-    try:
-        times = take_turns(arms, BURST, given.rounds)
-    finally:
-        for arm in arms.values():
-            arm.close()
+    times = take_turns(arms, BURST, given.rounds)
     findings = [
         Finding("one evaluation of Linear(1, 1), two samples, two workers", times["ours"] * 1e6, "us"),
         Finding("the same by DistributedDataParallel", times["ddp"] * 1e6, "us"),

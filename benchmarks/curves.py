@@ -12,18 +12,16 @@ ROWS = 1.1
 class Curve:
     """What a run came to, now and then: seconds without those for looking, evaluations, loss, error."""
 
-    def __init__(
-        self, error: Callable[[], float], limit: float, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, error: Callable[[], float], limit: float) -> None:
         self.rows: list[tuple[float, int, float, float]] = []
-        self._error, self._limit, self._clock = error, limit, clock
-        self._began = clock()
+        self._error, self._limit = error, limit
+        self._began = time.perf_counter()
         self._next = 1.0
 
     @property
     def seconds(self) -> float:
         """So far."""
-        return self._clock() - self._began
+        return time.perf_counter() - self._began
 
     @property
     def over(self) -> bool:
@@ -35,7 +33,7 @@ class Curve:
         now = self.seconds
         if now < self._next and now < self._limit:
             return
-        looked = self._clock()
+        looked = time.perf_counter()
         self.rows.append((round(now, 2), evaluations, loss, self._error()))
         self._next = now * ROWS
-        self._began += self._clock() - looked
+        self._began += time.perf_counter() - looked

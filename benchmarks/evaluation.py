@@ -19,27 +19,21 @@ import statistics
 import torch
 
 from batchopt.backends.process.forkserver import worker_environment
-from benchmarks.arms import ROUNDS, Apart, Arm, Distributed, Ours, Plain, start, take_turns
+from benchmarks.arms import ROUNDS, Apart, Arm, Distributed, Ours, Plain, take_turns
 from benchmarks.findings import Finding, publish
 from benchmarks.workloads import WORKLOADS
 
 
 def measure(workload: str, parallelize: int, rounds: int, compiled: bool) -> dict[str, float]:
     """The median seconds of each way."""
-    arms = start(
-        {
-            "one thread": lambda: Arm(Plain, workload, 1),
-            "all cores": lambda: Arm(Plain, workload, torch.get_num_threads()),
-            "ddp": lambda: Arm(Distributed, workload, processes=parallelize),
-            "limit": lambda: Arm(Apart, workload, processes=parallelize, environment=worker_environment(1)),
-            "ours": lambda: Arm(Ours, workload, parallelize, {"compile": compiled}),
-        }
-    )
-    try:
-        return take_turns(arms, rounds=rounds)
-    finally:
-        for arm in arms.values():
-            arm.close()
+    arms = {
+        "one thread": Arm(Plain, workload, 1),
+        "all cores": Arm(Plain, workload, torch.get_num_threads()),
+        "ddp": Arm(Distributed, workload, processes=parallelize),
+        "limit": Arm(Apart, workload, processes=parallelize, environment=worker_environment(1)),
+        "ours": Arm(Ours, workload, parallelize, {"compile": compiled}),
+    }
+    return take_turns(arms, rounds=rounds)
 
 
 def judge(results: dict[str, dict[str, float]], parallelize: int) -> list[Finding]:
@@ -68,16 +62,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--compile", action="store_true")
     given = parser.parse_args()
-    columns = ["one thread", "all cores", "ddp", "limit", "ours"]
-    ratios = ["efficiency", "all cores /", "ddp /", "limit"]
-    print(f"{'ms':8}" + "".join(f"{column:>12}" for column in [*columns, *ratios]))
     results = {}
     for name in given.workloads:
         results[name] = times = measure(name, given.parallelize, given.rounds, given.compile)
-        ideal = times["one thread"] / given.parallelize
-        found = [ideal / times["ours"], *(times[peer] / times["ours"] for peer in columns[1:3]), ideal / times["limit"]]
-        row = "".join(f"{times[column] * 1e3:12.2f}" for column in columns)
-        print(f"{name:8}{row}" + "".join(f"{ratio:12.2f}" for ratio in found), flush=True)
+        print(f"{name:8}" + "".join(f"  {way} {seconds * 1e3:.2f} ms" for way, seconds in times.items()), flush=True)
     details = {"parallelize": given.parallelize, "compile": given.compile, "seconds": results}
     kind = "_compiled" * given.compile + f"_{given.parallelize}" * (given.parallelize != 2)
     publish(f"evaluation{kind}", judge(results, given.parallelize), details)

@@ -24,7 +24,7 @@ from torch import nn
 import batchopt
 from batchopt import BatchOptimizer
 from benchmarks.compiled import CASES, Case, burgers, layers
-from benchmarks.findings import Finding, publish
+from benchmarks.findings import Finding, publish, table
 
 WITH_AIM = "burgers, 20,000, f32", "burgers, 20,000, f64", "potential, f64"
 EVALUATIONS, POINTS = 200, 2_000_000
@@ -99,14 +99,12 @@ def evaluations(device: torch.device) -> list[Finding]:
     for name in CASES:
         cases = [prepared(name, device) for _ in range(3)]
         with ours(cases[1], compile=False) as eager, ours(cases[2]) as recorded:
-            times = take_turns(
-                {
-                    "torch": lambda cases=cases: plain(cases[0]),  # type: ignore[misc]
-                    "eager": eager.evaluate,
-                    "graph": recorded.evaluate,
-                },
-                device,
-            )
+            ways: dict[str, Callable[[], object]] = {
+                "torch": partial(plain, cases[0]),
+                "eager": eager.evaluate,
+                "graph": recorded.evaluate,
+            }
+            times = take_turns(ways, device)
             same = eager.evaluate().item() == recorded.evaluate().item()
             same = same and torch.equal(eager.grad_parameters, recorded.grad_parameters)
             said = recorded.workers[0].graph
@@ -121,54 +119,51 @@ def lbfgs(device: torch.device) -> list[Finding]:
     """One of 200 evaluations of L-BFGS, by torch and by this library."""
     found = []
     for name in WITH_AIM:
-        each = {}
-        for way in ("torch", "eager", "graph"):
-            case = prepared(name, device)
-            scale = 1.0 / len(case.inputs)
-
-            def mean(module: nn.Module, x: Any, y: Any, case: Case = case, scale: float = scale) -> torch.Tensor:
-                return case.loss(module, x, y) * scale
-
-            limits: dict[str, Any] = {"max_iter": EVALUATIONS, "max_eval": EVALUATIONS, "history_size": 50}
-            limits |= {"tolerance_grad": 0, "tolerance_change": 0}
-            if way == "torch":
-                optimizer = torch.optim.LBFGS(case.module.parameters(), line_search_fn="strong_wolfe", **limits)
-                count = 0
-
-                def closure(case: Case = case, mean: Any = mean, optimizer: Any = optimizer) -> torch.Tensor:
-                    nonlocal count
-                    count += 1
-                    optimizer.zero_grad()
-                    loss = mean(case.module, case.inputs.detach(), case.targets)
-                    loss.backward()
-                    return loss  # type: ignore[no-any-return]
-
-                closure()
-                waited(device)
-                began, count = time.perf_counter(), 0
-                optimizer.step(closure)  # type: ignore[no-untyped-call]
-                waited(device)
-                each[way] = (time.perf_counter() - began) / count
-                continue
-            optimizer_of = partial(batchopt.LBFGS, **limits)
-            options: dict[str, Any] = {
-                "loss_fn": mean,
-                "check_cut": False,
-                "compile": None if way == "graph" else False,
-            }
-            with BatchOptimizer(case.module, optimizer=optimizer_of, **options) as opt:
-                opt.load(case.inputs, case.targets)
+        seconds = by_torch(averaged(prepared(name, device)), device)
+        found.append(Finding(f"{name}: an evaluation of torch.optim.LBFGS", seconds * 1e3, "ms"))
+        for way, compiled, least in (("eager", False, None), ("recorded", None, 6.0)):
+            case = averaged(prepared(name, device))
+            own = {"compile": compiled, "reduction": "mean", "optimizer": partial(batchopt.LBFGS, **limits())}
+            with ours(case, **own) as opt:
                 for _ in range(9):
                     opt.evaluate()
                 waited(device)
                 before, began = opt.eval_counter, time.perf_counter()
                 opt.optimize()
                 waited(device)
-                each[way] = (time.perf_counter() - began) / (opt.eval_counter - before)
-        found.append(Finding(f"{name}: an evaluation of torch.optim.LBFGS", each["torch"] * 1e3, "ms"))
-        found.append(Finding(f"{name}: torch / ours, eager", each["torch"] / each["eager"]))
-        found.append(Finding(f"{name}: torch / ours, recorded", each["torch"] / each["graph"], least=6.0))
+                taken = (time.perf_counter() - began) / (opt.eval_counter - before)
+            found.append(Finding(f"{name}: torch / ours, {way}", seconds / taken, least=least))
     return found
+
+
+def limits() -> dict[str, Any]:
+    """So many evaluations, and no tolerance."""
+    none = {"tolerance_grad": 0, "tolerance_change": 0}
+    return {"max_iter": EVALUATIONS, "max_eval": EVALUATIONS, "history_size": 50, **none}
+
+
+def averaged(case: Case) -> Case:
+    """The case whose loss is a mean."""
+    scale = 1.0 / len(case.inputs)
+    return case._replace(loss=lambda module, x, y: case.loss(module, x, y) * scale)
+
+
+def by_torch(case: Case, device: torch.device) -> float:
+    """The seconds of one of the evaluations of torch's L-BFGS."""
+    optimizer = torch.optim.LBFGS(case.module.parameters(), line_search_fn="strong_wolfe", **limits())
+    count = 0
+
+    def closure() -> torch.Tensor:
+        nonlocal count
+        count += 1
+        return plain(case)
+
+    closure()
+    waited(device)
+    began, count = time.perf_counter(), 0
+    optimizer.step(closure)  # type: ignore[no-untyped-call]
+    waited(device)
+    return (time.perf_counter() - began) / count
 
 
 def memory(device: torch.device) -> list[Finding]:
@@ -217,8 +212,8 @@ def sgd(device: torch.device) -> list[Finding]:
         ):
             ways: dict[str, Callable[[], object]] = {
                 "torch": step,
-                "eager": lambda opt=eager, size=size: opt.step(x[:size], y[:size]),  # type: ignore[misc]
-                "graph": lambda opt=recorded, size=size: opt.step(x[:size], y[:size]),  # type: ignore[misc]
+                "eager": partial(eager.step, x[:size], y[:size]),
+                "graph": partial(recorded.step, x[:size], y[:size]),
             }
             times = take_turns(ways, device)
         found.append(Finding(f"SGD, {size} samples: torch", times["torch"] * 1e3, "ms"))
@@ -246,10 +241,7 @@ def main() -> None:
     findings = []
     for name in given.only:
         found = PARTS[name](device)
-        print(
-            "\n".join(f"{f.question}: {f.value:.4g} {f.unit} {f.target} {f.verdict}".rstrip() for f in found),
-            flush=True,
-        )
+        print(table(found), flush=True)
         findings += found
     if device.type != "cpu":
         publish("gpu", findings, {"device": torch.cuda.get_device_name(device)})

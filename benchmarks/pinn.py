@@ -11,7 +11,7 @@ steps.
 Each run has a process of its own. What `results/pinn.json` has already is not run again, unless for a longer time; so
 the whole, which takes hours, can be done in parts. Nothing else should run.
 
-    python -m benchmarks.pinn [--seconds 60] [--lanes 2] [--problems ...] [--methods ...] [--seeds ...] [--minutes 60]
+    python -m benchmarks.pinn [--seconds 60] [--lanes 2] [--problems ...] [--methods ...] [--seeds ...]
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import queue
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -99,9 +98,7 @@ def renewed(opt: batchopt.BatchOptimizer, problem: Problem, before: dict[str, An
     return after
 
 
-def run_ours(
-    problem: Problem, name: str, seed: int, seconds: float, clock: Callable[[], float] = time.perf_counter
-) -> Curve:
+def run_ours(problem: Problem, name: str, seed: int, seconds: float) -> Curve:
     """On a worker for each core."""
     method, module = OURS[name], problem.network(seed)
     terms = {part: batchopt.Term(residual=it.residual, weight=it.weight) for part, it in problem.parts.items()}
@@ -118,7 +115,7 @@ def run_ours(
     ) as opt:
         opt.load(points)
         opt.evaluate()
-        curve, steps = Curve(lambda: problem.error(module), seconds, clock), 0
+        curve, steps = Curve(lambda: problem.error(module), seconds), 0
         while not curve.over:
             before = opt.eval_counter
             opt.step(points)
@@ -243,20 +240,6 @@ def judge(runs: list[dict[str, Any]]) -> list[Finding]:
     return findings
 
 
-def table(runs: list[dict[str, Any]]) -> str:
-    """One line a problem and method, with all errors."""
-    lines = []
-    for problem in PROBLEMS:
-        of_problem = [run for run in runs if run["problem"] == problem]
-        seconds = min((run["seconds"] for run in of_problem), default=0.0)
-        for method in METHODS:
-            ends = sorted(at_end(run, seconds)[3] for run in of_problem if run["method"] == method)
-            if ends:
-                every = " ".join(f"{error:.1e}" for error in ends)
-                lines.append(f"{problem:18}{method:18}{seconds:5g} s{statistics.median(ends):9.1e}   {every}")
-    return "\n".join(lines)
-
-
 def draw_curves(runs: list[dict[str, Any]], path: Path) -> None:
     """The error of each run over time."""
     import matplotlib
@@ -316,17 +299,14 @@ def run_apart(key: tuple[str, str, int], seconds: float, cores: set[int]) -> dic
     return found
 
 
-def run_all(keys: list[tuple[str, str, int]], seconds: float, lanes: int, minutes: float) -> Iterator[dict[str, Any]]:
+def run_all(keys: list[tuple[str, str, int]], seconds: float, lanes: int) -> Iterator[dict[str, Any]]:
     """Each run as it ends, so many at a time, each on its part of the cores."""
-    until = time.monotonic() + 60 * minutes
     cores = sorted(os.sched_getaffinity(0))
     free = queue.SimpleQueue[set[int]]()
     for lane in range(lanes):
         free.put(set(cores[lane::lanes]))
 
-    def one(key: tuple[str, str, int]) -> dict[str, Any] | None:
-        if time.monotonic() > until:
-            return None
+    def one(key: tuple[str, str, int]) -> dict[str, Any]:
         mine = free.get()
         try:
             return run_apart(key, seconds, mine)
@@ -335,8 +315,7 @@ def run_all(keys: list[tuple[str, str, int]], seconds: float, lanes: int, minute
 
     with ThreadPoolExecutor(lanes) as executor:
         for done in as_completed([executor.submit(one, key) for key in keys]):
-            if (found := done.result()) is not None:
-                yield found
+            yield done.result()
 
 
 def main() -> None:
@@ -347,7 +326,6 @@ def main() -> None:
     parser.add_argument("--problems", nargs="*", default=[*PROBLEMS], choices=[*PROBLEMS])
     parser.add_argument("--methods", nargs="*", default=[*METHODS], choices=METHODS)
     parser.add_argument("--seeds", nargs="*", type=int)
-    parser.add_argument("--minutes", type=float, default=math.inf, help="after these no run is begun")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--cores", nargs="*", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -362,13 +340,12 @@ def main() -> None:
         for key in wanted(given.problems, given.methods, given.seeds)
         if key not in runs or runs[key]["seconds"] < given.seconds
     ]
-    for found in run_all(keys, given.seconds, given.lanes, given.minutes):
+    for found in run_all(keys, given.seconds, given.lanes):
         key = found["problem"], found["method"], found["seed"]
         runs[key] = found
         seconds, evaluations, loss, error = found["curve"][-1]
         print(f"{key}: {seconds:.0f} s, {evaluations} evaluations, loss {loss:.1e}, error {error:.1e}", flush=True)
         write("pinn", judge([*runs.values()]), {"runs": [*runs.values()]})
-    print(table([*runs.values()]))
     publish("pinn", judge([*runs.values()]), {"runs": [*runs.values()]})
     draw_curves([*runs.values()], RESULTS / "pinn.png")
     draw_front([*runs.values()], RESULTS / "front.png")

@@ -43,10 +43,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Problem:
-    """`network(seed)` is to minimise the parts; `error` judges it. `source`: where it is from."""
+    """`network(seed)` is to minimise the parts; `error` judges it."""
 
     name: str
-    source: str
     network: Callable[[int], Network]
     parts: Mapping[str, Part]
     error: Callable[[Network], float]
@@ -184,9 +183,9 @@ def sides(count: int, seed: int) -> tuple[Tensor, Tensor]:
     return at, torch.zeros(count, dtype=torch.float64)
 
 
+# Raissi, Perdikaris and Karniadakis, arXiv:1711.10561, 2017.
 BURGERS = Problem(
     "Burgers",
-    "Raissi, Perdikaris and Karniadakis, arXiv:1711.10561, 2017",
     partial(Network, plain),
     {
         "residual": Part(burgers_residual, partial(draw, (0, -1), (1, 1)), 0),
@@ -219,9 +218,9 @@ def coefficients(module: Network) -> float:
     return max(abs(found["a"].item() - 1), abs(found["log_b"].exp().item() / NU - 1))
 
 
+# Raissi, Perdikaris and Karniadakis, arXiv:1711.10566, 2017.
 INVERSE = Problem(
     "Burgers, inverse",
-    "Raissi, Perdikaris and Karniadakis, arXiv:1711.10566, 2017",
     partial(Network, plain, unknowns={"a": 0.0, "log_b": -6.0}),
     {
         "residual": Part(inverse_residual, partial(draw, (0, -1), (1, 1)), 0),
@@ -271,9 +270,9 @@ def allen_cahn_start(count: int, seed: int) -> tuple[Tensor, Tensor]:
     return at, at[:, 1] ** 2 * torch.cos(math.pi * at[:, 1])
 
 
+# Raissi, Perdikaris and Karniadakis, arXiv:1711.10561, 2017; its coefficient 1e-4.
 ALLEN_CAHN = Problem(
     "Allen-Cahn",
-    "Raissi, Perdikaris and Karniadakis, arXiv:1711.10561, 2017; its coefficient 1e-4",
     partial(Network, periodic),
     {
         "residual": Part(allen_cahn_residual, partial(draw, (0, -1), (1, 1)), 0),
@@ -318,9 +317,9 @@ def jump(module: Any, at: Tensor, _: None) -> Tensor:
     return difference
 
 
+# Krishnapriyan, Gholami, Zhe, Kirby and Mahoney, NeurIPS 2021.
 CONVECTION = Problem(
     "convection, 40",
-    "Krishnapriyan, Gholami, Zhe, Kirby and Mahoney, NeurIPS 2021",
     partial(Network, scaled),
     {
         "residual": Part(convection_residual, partial(draw, (0, 0), (1, 2 * math.pi)), 0),
@@ -361,9 +360,9 @@ def edges(count: int, seed: int) -> tuple[Tensor, Tensor]:
     return at, torch.zeros(count, dtype=torch.float64)
 
 
+# Wang, Teng and Perdikaris, SIAM Journal on Scientific Computing 43, 2021.
 HELMHOLTZ = Problem(
     "Helmholtz",
-    "Wang, Teng and Perdikaris, SIAM Journal on Scientific Computing 43, 2021",
     partial(Network, as_they_are),
     {
         "residual": Part(helmholtz_residual, partial(draw, (-1, -1), (1, 1)), 0),

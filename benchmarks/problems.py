@@ -18,9 +18,11 @@ those of MGH 6, 18 and 19 in the tests of A. Kuntsevich and F. Kappel, "SolvOpt"
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -36,25 +38,8 @@ class Problem:
     minima: tuple[float, ...]
 
 
-# The data that MGH fits, by number.
-BARD = (0.14, 0.18, 0.22, 0.25, 0.29, 0.32, 0.35, 0.39, 0.37, 0.58, 0.73, 0.96, 1.34, 2.10, 4.39)
-GAUSSIAN_HALF = (0.0009, 0.0044, 0.0175, 0.0540, 0.1295, 0.2420, 0.3521)
-GAUSSIAN = (*GAUSSIAN_HALF, 0.3989, *reversed(GAUSSIAN_HALF))
-MEYER = (34780, 28610, 23650, 19630, 16370, 13720, 11540, 9744, 8261, 7030, 6005, 5147, 4427, 3820, 3307, 2872)
-KOWALIK_Y = (0.1957, 0.1947, 0.1735, 0.1600, 0.0844, 0.0627, 0.0456, 0.0342, 0.0323, 0.0235, 0.0246)
-KOWALIK_U = (4.0, 2.0, 1.0, 0.5, 0.25, 0.167, 0.125, 0.1, 0.0833, 0.0714, 0.0625)
-OSBORNE_1 = (
-    *(0.844, 0.908, 0.932, 0.936, 0.925, 0.908, 0.881, 0.850, 0.818, 0.784, 0.751),
-    *(0.718, 0.685, 0.658, 0.628, 0.603, 0.580, 0.558, 0.538, 0.522, 0.506, 0.490),
-    *(0.478, 0.467, 0.457, 0.448, 0.438, 0.431, 0.424, 0.420, 0.414, 0.411, 0.406),
-)
-OSBORNE_2 = (
-    *(1.366, 1.191, 1.112, 1.013, 0.991, 0.885, 0.831, 0.847, 0.786, 0.725, 0.746, 0.679, 0.608),
-    *(0.655, 0.616, 0.606, 0.602, 0.626, 0.651, 0.724, 0.649, 0.649, 0.694, 0.644, 0.624, 0.661),
-    *(0.612, 0.558, 0.533, 0.495, 0.500, 0.423, 0.395, 0.375, 0.372, 0.391, 0.396, 0.405, 0.428),
-    *(0.429, 0.523, 0.562, 0.607, 0.653, 0.672, 0.708, 0.633, 0.668, 0.645, 0.632, 0.591, 0.559),
-    *(0.597, 0.625, 0.739, 0.710, 0.729, 0.720, 0.636, 0.581, 0.428, 0.292, 0.162, 0.098, 0.054),
-)
+# What MGH fits.
+DATA: dict[str, list[float]] = json.loads(Path(__file__).with_name("mgh.json").read_text())
 
 
 def _squares(*residuals: Tensor) -> Tensor:
@@ -67,15 +52,20 @@ def _count(like: Tensor, last: int, first: int = 1) -> Tensor:
     return torch.arange(first, last + 1, dtype=like.dtype, device=like.device)
 
 
-def _data(like: Tensor, values: tuple[float, ...]) -> Tensor:
-    """`values`, of the dtype of `like`."""
-    return torch.tensor(values, dtype=like.dtype, device=like.device)
+def _data(like: Tensor, name: str) -> Tensor:
+    """The data of that name, of the dtype of `like`."""
+    return like.new_tensor(DATA[name])
 
 
 def _neighbours(x: Tensor) -> tuple[Tensor, Tensor]:
     """The variables before and after each, 0 beyond the ends."""
     padded = torch.nn.functional.pad(x, (1, 1))
     return padded[:-2], padded[2:]
+
+
+def _apart(function: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
+    """The function of a vector, given that of its elements."""
+    return lambda x: function(*x.unbind())
 
 
 def rosenbrock(x: Tensor) -> Tensor:
@@ -95,16 +85,14 @@ def powell_badly_scaled(x: Tensor) -> Tensor:
     return _squares(1e4 * x[0] * x[1] - 1, (-x).exp().sum() - 1.0001)
 
 
-def brown_badly_scaled(x: Tensor) -> Tensor:
+def brown_badly_scaled(x1: Tensor, x2: Tensor) -> Tensor:
     """MGH 4."""
-    x1, x2 = x.unbind()
     return _squares(x1 - 1e6, x2 - 2e-6, x1 * x2 - 2)
 
 
-def beale(x: Tensor) -> Tensor:
+def beale(x1: Tensor, x2: Tensor) -> Tensor:
     """MGH 5."""
-    x1, x2 = x.unbind()
-    return _squares(_data(x, (1.5, 2.25, 2.625)) - x1 * (1 - x2 ** _count(x, 3)))
+    return _squares(x1.new_tensor((1.5, 2.25, 2.625)) - x1 * (1 - x2 ** _count(x1, 3)))
 
 
 def jennrich_sampson(x: Tensor) -> Tensor:
@@ -113,47 +101,41 @@ def jennrich_sampson(x: Tensor) -> Tensor:
     return _squares(2 + 2 * i - (i * x[0]).exp() - (i * x[1]).exp())
 
 
-def helical_valley(x: Tensor) -> Tensor:
+def helical_valley(x1: Tensor, x2: Tensor, x3: Tensor) -> Tensor:
     """MGH 7, whose angle jumps where x1 = 0 and x2 < 0."""
-    x1, x2, x3 = x.unbind()
     theta = 0.25 + torch.atan2(-x1, x2) / (2 * math.pi)
     return _squares(10 * (x3 - 10 * theta), 10 * ((x1**2 + x2**2).sqrt() - 1), x3)
 
 
-def bard(x: Tensor) -> Tensor:
+def bard(x1: Tensor, x2: Tensor, x3: Tensor) -> Tensor:
     """MGH 8."""
-    x1, x2, x3 = x.unbind()
-    u = _count(x, 15)
+    u = _count(x1, 15)
     v = 16 - u
-    return _squares(_data(x, BARD) - (x1 + u / (v * x2 + torch.minimum(u, v) * x3)))
+    return _squares(_data(x1, "bard") - (x1 + u / (v * x2 + torch.minimum(u, v) * x3)))
 
 
-def gaussian(x: Tensor) -> Tensor:
+def gaussian(x1: Tensor, x2: Tensor, x3: Tensor) -> Tensor:
     """MGH 9."""
-    x1, x2, x3 = x.unbind()
-    t = (8 - _count(x, 15)) / 2
-    return _squares(x1 * (-x2 * (t - x3) ** 2 / 2).exp() - _data(x, GAUSSIAN))
+    t = (8 - _count(x1, 15)) / 2
+    return _squares(x1 * (-x2 * (t - x3) ** 2 / 2).exp() - _data(x1, "gaussian"))
 
 
-def meyer(x: Tensor) -> Tensor:
+def meyer(x1: Tensor, x2: Tensor, x3: Tensor) -> Tensor:
     """MGH 10."""
-    x1, x2, x3 = x.unbind()
-    t = 45 + 5 * _count(x, 16)
-    return _squares(x1 * (x2 / (t + x3)).exp() - _data(x, MEYER))
+    t = 45 + 5 * _count(x1, 16)
+    return _squares(x1 * (x2 / (t + x3)).exp() - _data(x1, "meyer"))
 
 
-def gulf(x: Tensor) -> Tensor:
+def gulf(x1: Tensor, x2: Tensor, x3: Tensor) -> Tensor:
     """MGH 11, m = 99, with |y - x2| in place of the misprint |y m i x2|, as in CUTEst."""
-    x1, x2, x3 = x.unbind()
-    t = _count(x, 99) / 100
+    t = _count(x1, 99) / 100
     y = 25 + (-50 * t.log()) ** (2 / 3)
     return _squares((-((y - x2).abs() ** x3) / x1).exp() - t)
 
 
-def box(x: Tensor) -> Tensor:
+def box(x1: Tensor, x2: Tensor, x3: Tensor) -> Tensor:
     """MGH 12, m = 10."""
-    x1, x2, x3 = x.unbind()
-    t = _count(x, 10) / 10
+    t = _count(x1, 10) / 10
     return _squares((-t * x1).exp() - (-t * x2).exp() - x3 * ((-t).exp() - (-10 * t).exp()))
 
 
@@ -170,31 +152,27 @@ def wood(x: Tensor) -> Tensor:
     return _squares(10 * (x2 - x1**2), 1 - x1, 90**0.5 * (x4 - x3**2), 1 - x3) + coupled
 
 
-def kowalik_osborne(x: Tensor) -> Tensor:
+def kowalik_osborne(x1: Tensor, x2: Tensor, x3: Tensor, x4: Tensor) -> Tensor:
     """MGH 15."""
-    x1, x2, x3, x4 = x.unbind()
-    u = _data(x, KOWALIK_U)
-    return _squares(_data(x, KOWALIK_Y) - x1 * (u**2 + u * x2) / (u**2 + u * x3 + x4))
+    u = _data(x1, "kowalik_u")
+    return _squares(_data(x1, "kowalik_y") - x1 * (u**2 + u * x2) / (u**2 + u * x3 + x4))
 
 
-def brown_dennis(x: Tensor) -> Tensor:
+def brown_dennis(x1: Tensor, x2: Tensor, x3: Tensor, x4: Tensor) -> Tensor:
     """MGH 16, m = 20."""
-    x1, x2, x3, x4 = x.unbind()
-    t = _count(x, 20) / 5
+    t = _count(x1, 20) / 5
     return _squares((x1 + t * x2 - t.exp()) ** 2 + (x3 + x4 * t.sin() - t.cos()) ** 2)
 
 
-def osborne_1(x: Tensor) -> Tensor:
+def osborne_1(x1: Tensor, x2: Tensor, x3: Tensor, x4: Tensor, x5: Tensor) -> Tensor:
     """MGH 17."""
-    x1, x2, x3, x4, x5 = x.unbind()
-    t = 10 * _count(x, 32, first=0)
-    return _squares(_data(x, OSBORNE_1) - (x1 + x2 * (-t * x4).exp() + x3 * (-t * x5).exp()))
+    t = 10 * _count(x1, 32, first=0)
+    return _squares(_data(x1, "osborne_1") - (x1 + x2 * (-t * x4).exp() + x3 * (-t * x5).exp()))
 
 
-def biggs(x: Tensor) -> Tensor:
+def biggs(x1: Tensor, x2: Tensor, x3: Tensor, x4: Tensor, x5: Tensor, x6: Tensor) -> Tensor:
     """MGH 18, m = 13."""
-    x1, x2, x3, x4, x5, x6 = x.unbind()
-    t = _count(x, 13) / 10
+    t = _count(x1, 13) / 10
     y = (-t).exp() - 5 * (-10 * t).exp() + 3 * (-4 * t).exp()
     return _squares(x3 * (-t * x1).exp() - x4 * (-t * x2).exp() + x6 * (-t * x5).exp() - y)
 
@@ -204,7 +182,7 @@ def osborne_2(x: Tensor) -> Tensor:
     heights, decays, centres = x[:4], x[4:8], x[8:]
     t = _count(x, 64, first=0)[:, None] / 10
     shapes = torch.cat([t, (t - centres) ** 2], dim=1)
-    return _squares(_data(x, OSBORNE_2) - (-shapes * decays).exp() @ heights)
+    return _squares(_data(x, "osborne_2") - (-shapes * decays).exp() @ heights)
 
 
 def watson(x: Tensor) -> Tensor:
@@ -298,7 +276,7 @@ def chebyquad(x: Tensor) -> Tensor:
         polynomials.append(2 * y * polynomials[-1] - polynomials[-2])
     means = torch.stack(polynomials[1:]).mean(1)
     integrals = [-1 / (i * i - 1) if i % 2 == 0 else 0.0 for i in range(1, len(x) + 1)]
-    return _squares(means - _data(x, tuple(integrals)))
+    return _squares(means - x.new_tensor(integrals))
 
 
 def arwhead(x: Tensor) -> Tensor:
@@ -393,7 +371,7 @@ def zakharov(x: Tensor) -> Tensor:
 
 def _boundary(n: int) -> tuple[float, ...]:
     """The start of MGH 28 and 29: t (t - 1), t = i / (n + 1)."""
-    return tuple(i / (n + 1) * (i / (n + 1) - 1) for i in range(1, n + 1))
+    return tuple(t * (t - 1) for t in _ramp(n))
 
 
 def _ramp(n: int) -> tuple[float, ...]:
@@ -401,31 +379,29 @@ def _ramp(n: int) -> tuple[float, ...]:
     return tuple(i / (n + 1) for i in range(1, n + 1))
 
 
+OSBORNE_2 = 1.3, 0.65, 0.65, 0.7, 0.6, 3.0, 5.0, 7.0, 2.0, 4.5, 5.5
 PROBLEMS: tuple[Problem, ...] = (
     Problem("Rosenbrock", rosenbrock, (-1.2, 1.0), (0.0,)),
     Problem("Freudenstein-Roth", freudenstein_roth, (0.5, -2.0), (0.0, 48.98425367924)),
     Problem("Powell badly scaled", powell_badly_scaled, (0.0, 1.0), (0.0,)),
-    Problem("Brown badly scaled", brown_badly_scaled, (1.0, 1.0), (0.0,)),
-    Problem("Beale", beale, (1.0, 1.0), (0.0,)),
+    Problem("Brown badly scaled", _apart(brown_badly_scaled), (1.0, 1.0), (0.0,)),
+    Problem("Beale", _apart(beale), (1.0, 1.0), (0.0,)),
     Problem("Jennrich-Sampson", jennrich_sampson, (0.3, 0.4), (124.3621823556, 259.5801901343)),
-    Problem("Helical valley", helical_valley, (-1.0, 0.0, 0.0), (0.0,)),
-    Problem("Bard", bard, (1.0, 1.0, 1.0), (8.214877306579e-3, 17.42869333333)),
-    Problem("Gaussian", gaussian, (0.4, 1.0, 0.0), (1.12793276962e-8,)),
-    Problem("Meyer", meyer, (0.02, 4000.0, 250.0), (87.9458551703,)),
-    Problem("Gulf", gulf, (5.0, 2.5, 0.15), (0.0,)),
-    Problem("Box 3D", box, (0.0, 10.0, 20.0), (0.0,)),
+    Problem("Helical valley", _apart(helical_valley), (-1.0, 0.0, 0.0), (0.0,)),
+    Problem("Bard", _apart(bard), (1.0, 1.0, 1.0), (8.214877306579e-3, 17.42869333333)),
+    Problem("Gaussian", _apart(gaussian), (0.4, 1.0, 0.0), (1.12793276962e-8,)),
+    Problem("Meyer", _apart(meyer), (0.02, 4000.0, 250.0), (87.9458551703,)),
+    Problem("Gulf", _apart(gulf), (5.0, 2.5, 0.15), (0.0,)),
+    Problem("Box 3D", _apart(box), (0.0, 10.0, 20.0), (0.0,)),
     Problem("Powell singular", powell_singular, (3.0, -1.0, 0.0, 1.0), (0.0,)),
     Problem("Wood", wood, (-3.0, -1.0, -3.0, -1.0), (0.0,)),
-    Problem("Kowalik-Osborne", kowalik_osborne, (0.25, 0.39, 0.415, 0.39), (3.075056038492e-4, 1.027343048695e-3)),
-    Problem("Brown-Dennis", brown_dennis, (25.0, 5.0, -5.0, -1.0), (85822.20162636,)),
-    Problem("Osborne 1", osborne_1, (0.5, 1.5, -1.0, 0.01, 0.02), (5.464894697483e-5,)),
-    Problem("Biggs EXP6", biggs, (1.0, 2.0, 1.0, 1.0, 1.0, 1.0), (0.0, 5.6556499255e-3, 0.3063667726248)),
     Problem(
-        "Osborne 2",
-        osborne_2,
-        (1.3, 0.65, 0.65, 0.7, 0.6, 3.0, 5.0, 7.0, 2.0, 4.5, 5.5),
-        (4.013773629355e-2, 1.789813586881),
+        "Kowalik-Osborne", _apart(kowalik_osborne), (0.25, 0.39, 0.415, 0.39), (3.075056038492e-4, 1.027343048695e-3)
     ),
+    Problem("Brown-Dennis", _apart(brown_dennis), (25.0, 5.0, -5.0, -1.0), (85822.20162636,)),
+    Problem("Osborne 1", _apart(osborne_1), (0.5, 1.5, -1.0, 0.01, 0.02), (5.464894697483e-5,)),
+    Problem("Biggs EXP6", _apart(biggs), (1.0, 2.0, 1.0, 1.0, 1.0, 1.0), (0.0, 5.6556499255e-3, 0.3063667726248)),
+    Problem("Osborne 2", osborne_2, OSBORNE_2, (4.013773629355e-2, 1.789813586881)),
     Problem("Watson 6", watson, (0.0,) * 6, (2.287670053552e-3,)),
     Problem("Watson 9", watson, (0.0,) * 9, (1.399760138e-6,)),
     Problem("Watson 12", watson, (0.0,) * 12, (4.7223811e-10,)),

@@ -3,18 +3,13 @@
 Performance profiles (Dolan and Moré, Mathematical Programming 91, 2002): the share of the problems that a solver solves
 within a factor of the evaluations of the best one. Data profiles (Moré and Wild, SIAM Journal on Optimization 20,
 2009): the share that it solves within a number of evaluations. Accuracy: the share that it solves to each tolerance.
-
-    python -m benchmarks.profiles
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-from benchmarks.findings import RESULTS
 
 # Evaluations that solved a problem, by solver; None where it was not solved.
 Counts = Mapping[str, int | None]
@@ -100,12 +95,3 @@ def draw(details: Mapping[str, Any], path: Path) -> None:
             axis.minorticks_off()
     figure.savefig(path, dpi=90)
     pyplot.close(figure)
-
-
-def main() -> None:
-    """Draw what was measured last."""
-    draw(json.loads((RESULTS / "s2mpj.json").read_text())["details"], RESULTS / "s2mpj.png")
-
-
-if __name__ == "__main__":
-    main()

@@ -27,7 +27,7 @@ import batchopt
 from benchmarks.findings import RESULTS, Finding, publish
 from benchmarks.profiles import draw, factors
 from benchmarks.s2mpj_problems import Problem, large, small
-from benchmarks.solvers import NO_STOP, SOLVERS, Enough, with_scipy, with_torch
+from benchmarks.solvers import NO_STOP, SOLVERS, Enough, torch_lbfgs, with_scipy
 
 LIMIT = 500
 # A run ends after so many evaluations that lower f by less than this fraction of the way.
@@ -110,7 +110,8 @@ def levenberg_marquardt(trace: Trace) -> None:
 
 
 def with_least_squares(method: str) -> Callable[[Trace], None]:
-    """A method of SciPy's `least_squares`, with the smallest tolerances, scaled by the Jacobian."""
+    """A method of SciPy's `least_squares`, with the smallest tolerances, scaled by the Jacobian; within the
+    problem's bounds."""
 
     def run(trace: Trace) -> None:
         def values(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -122,8 +123,10 @@ def with_least_squares(method: str) -> Callable[[Trace], None]:
         def rows(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
             return trace.problem.residuals(x)[1]
 
+        lower, upper = trace.problem.bounds
+        start = np.clip(trace.problem.start, lower, upper)
         options: dict[str, Any] = {"ftol": 1e-15, "xtol": 1e-15, "gtol": 1e-15, "x_scale": "jac", "max_nfev": LIMIT}
-        optimize.least_squares(values, trace.last.numpy(), rows, method=method, **options)
+        optimize.least_squares(values, start, rows, bounds=(lower, upper), method=method, **options)
 
     return run
 
@@ -131,17 +134,7 @@ def with_least_squares(method: str) -> Callable[[Trace], None]:
 LINE_SEARCH: dict[str, Callable[[Any], object]] = {
     **SOLVERS,
     "SciPy BFGS": with_scipy("BFGS", maxiter=LIMIT, gtol=0.0),
-    "torch LBFGS, history 10": with_torch(
-        lambda params: torch.optim.LBFGS(
-            params,
-            max_iter=1000,
-            max_eval=LIMIT,
-            line_search_fn="strong_wolfe",
-            tolerance_grad=0,
-            tolerance_change=0,
-            history_size=10,
-        )
-    ),
+    "torch LBFGS, history 10": torch_lbfgs(history_size=10),
 }
 LEAST_SQUARES: dict[str, Callable[[Any], object]] = {
     "LevenbergMarquardt": levenberg_marquardt,
@@ -199,23 +192,8 @@ def judge(group: str, table: Table, solvers: Sequence[str], mosts: dict[str, flo
     return findings
 
 
-def report(tables: dict[str, Table]) -> None:
-    """Judge, publish and draw."""
-    details = {"limit": LIMIT, "tolerances": TOLERANCES, **tables}
-    publish(
-        "s2mpj",
-        [
-            *judge("small", tables["small"], list(LINE_SEARCH), {"LBFGS": 1.22}),
-            *judge("large", tables["large"], list(LINE_SEARCH), {}),
-            *judge("squares", tables["squares"], list(LEAST_SQUARES), {"LevenbergMarquardt": 1.4}),
-        ],
-        details,
-    )
-    draw(details, RESULTS / "s2mpj.png")
-
-
 def main() -> None:
-    """Measure and judge."""
+    """Measure, judge and draw."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # of overflows on the way
     problems = list(small())
@@ -226,7 +204,12 @@ def main() -> None:
     }
     print(*LEAST_SQUARES, sep="\n")
     tables["squares"] = {p.name: measure(p, LEAST_SQUARES) for p in problems if p.squares}
-    report(tables)
+    findings = judge("small", tables["small"], list(LINE_SEARCH), {"LBFGS": 1.22})
+    findings += judge("large", tables["large"], list(LINE_SEARCH), {})
+    findings += judge("squares", tables["squares"], list(LEAST_SQUARES), {"LevenbergMarquardt": 1.4})
+    details = {"limit": LIMIT, "tolerances": TOLERANCES, **tables}
+    publish("s2mpj", findings, details)
+    draw(details, RESULTS / "s2mpj.png")
 
 
 if __name__ == "__main__":

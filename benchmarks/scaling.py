@@ -15,13 +15,12 @@ import math
 import statistics
 import time
 from contextlib import ExitStack
-from pathlib import Path
 
 import numpy
 import torch
 
 import batchopt
-from benchmarks.findings import RESULTS, Finding, publish
+from benchmarks.findings import Finding, publish
 
 WORK = (0.05, 0.2, 1.0)
 PREDICTED = (128, 256, 512, 1024)
@@ -99,29 +98,8 @@ def beside_work(repeats: int) -> float:
     return statistics.median(taken)
 
 
-def draw(seconds: dict[float, dict[int, float]], here: Line, own: Line, beside: float, path: Path) -> None:
-    """Efficiencies: measured as points, predicted as lines."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    counts = [2**i for i in range(1, 11)]
-    for i, (work, found) in enumerate(seconds.items()):
-        color, name = f"C{i}", f"{work * 1e3:g} ms of work"
-        axis.plot(list(found), [work / n / t for n, t in found.items()], "o", color=color, label=name)
-        axis.plot(counts, [here.efficiency(work, n) for n in counts], "-", color=color)
-        axis.plot(counts, [own.efficiency(work, n, beside) for n in counts], "--", color=color)
-    axis.set(xscale="log", xlabel="workers", ylabel="efficiency", ylim=(0, 1.02))
-    axis.set_xticks(counts, [str(count) for count in counts])
-    axis.set_title("points: measured; lines: this machine; dashed: a core for each worker", fontsize=9)
-    axis.legend(fontsize=8)
-    figure.savefig(path, dpi=100)
-
-
 def main() -> None:
-    """Measure, predict, draw."""
+    """Measure and predict."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 4, 8, 16, 32, 64])
     parser.add_argument("--repeats", type=int, default=12)
@@ -144,7 +122,6 @@ def main() -> None:
         Finding("this process: for each worker", own.a * 1e6, "us", most=12),
     ]
     publish("scaling", findings, {"seconds": seconds, "own": own_seconds, "beside": beside})
-    draw(seconds, here, own, beside, RESULTS / "scaling.png")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ workers are forked from is stopped, and so is this one, for longer than a worker
 same steps are made undisturbed, in one process, and parameters, losses and counters are compared bit for bit. Exits
 with 1 for a difference, an error, a step that took too long, or a process or a name in /dev/shm that is left.
 
-    python -m benchmarks.soak [--seconds 60] [--parallelize 3] [--every 0.05] [--seed 0] [--optimizer lbfgs]
+    python -m benchmarks.soak [--seconds 60] [--parallelize 3] [--every 0.05] [--seed 0]
 """
 
 from __future__ import annotations
@@ -90,18 +90,14 @@ def abs_rank(worker: Worker) -> int:
     return abs(worker.rank)
 
 
-def build(optimizer: str, parallelize: int, **options: object) -> tuple[BatchOptimizer, torch.Tensor, torch.Tensor]:
+def build(parallelize: int, **options: object) -> tuple[BatchOptimizer, torch.Tensor, torch.Tensor]:
     """A regression that takes some milliseconds an evaluation."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Dropout(0.1), nn.Linear(64, 4))
-    factories = {
-        "sgd": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
-        "lbfgs": lambda p: torch.optim.LBFGS(p, max_iter=5, line_search_fn="strong_wolfe"),
-    }
     opt = BatchOptimizer(
         module,
         nn.MSELoss(),
-        optimizer=factories[optimizer],
+        optimizer=lambda p: torch.optim.LBFGS(p, max_iter=5, line_search_fn="strong_wolfe"),
         parallelize=parallelize,
         chunk_size=CHUNK,
         **options,  # type: ignore[arg-type]
@@ -111,7 +107,7 @@ def build(optimizer: str, parallelize: int, **options: object) -> tuple[BatchOpt
 
 def disturbed(given: argparse.Namespace) -> tuple[str, int, Counter[str]]:
     """The fingerprint after as many steps as fit into the time, that number, and what was done to the workers."""
-    opt, inputs, targets = build(given.optimizer, given.parallelize, max_restarts=10**6, timeout=TIMEOUT)
+    opt, inputs, targets = build(given.parallelize, max_restarts=10**6, timeout=TIMEOUT)
     killer = Killer(opt, given.every, given.seed)
     steps, end = 0, time.monotonic() + given.seconds
     with opt:
@@ -133,7 +129,7 @@ def disturbed(given: argparse.Namespace) -> tuple[str, int, Counter[str]]:
 
 def undisturbed(given: argparse.Namespace, steps: int) -> str:
     """The fingerprint after so many steps in one process."""
-    opt, inputs, targets = build(given.optimizer, 1)
+    opt, inputs, targets = build(1)
     with opt:
         for _ in range(steps):
             opt.step(inputs, targets)
@@ -158,13 +154,12 @@ def main() -> None:
     parser.add_argument("--parallelize", type=int, default=3)
     parser.add_argument("--every", type=float, default=0.05)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--optimizer", choices=["sgd", "lbfgs"], default="lbfgs")
     given = parser.parse_args()
     names = set(os.listdir("/dev/shm"))
     found, steps, done = disturbed(given)
     left = children() | {*os.listdir("/dev/shm")} - names
     expected = undisturbed(given, steps)
-    print(f"seed {given.seed}: {steps} steps of {given.optimizer} on {given.parallelize} workers; workers {dict(done)}")
+    print(f"seed {given.seed}: {steps} steps of L-BFGS on {given.parallelize} workers; workers {dict(done)}")
     print(f"bits: {'same' if found == expected else 'DIFFERENT'}   hangs: {done[HANG]}   left: {len(left)}")
     raise SystemExit(found != expected or done[HANG] > 0 or len(left) > 0)
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,9 +21,8 @@ import torch
 from scipy import optimize
 
 import batchopt
-from benchmarks.findings import RESULTS, Finding, publish
+from benchmarks.findings import Finding, publish
 from benchmarks.problems import PROBLEMS, Problem
-from benchmarks.profiles import performance
 
 LIMIT = 10_000
 TOLERANCES = {torch.float64: (1e-6, 1e-8), torch.float32: (1e-3, 1e-5)}
@@ -108,6 +106,12 @@ def with_scipy(method: str, **options: Any) -> Callable[[Trace], torch.Tensor]:
     return run
 
 
+def torch_lbfgs(**options: Any) -> Callable[[Trace], torch.Tensor]:
+    """Run that of torch."""
+    limits: dict[str, Any] = {**NO_STOP, "max_iter": 1000, "line_search_fn": "strong_wolfe", **options}
+    return with_torch(lambda params: torch.optim.LBFGS(params, **limits))
+
+
 OURS = (batchopt.LBFGS, batchopt.CG, batchopt.SSBroyden)
 SOLVERS: dict[str, Callable[[Trace], torch.Tensor]] = {
     "LBFGS": with_torch(lambda params: batchopt.LBFGS(params, **NO_STOP)),
@@ -116,11 +120,7 @@ SOLVERS: dict[str, Callable[[Trace], torch.Tensor]] = {
     "SSBroyden": with_torch(lambda params: batchopt.SSBroyden(params, **NO_STOP)),
     "SciPy L-BFGS-B": with_scipy("L-BFGS-B", maxiter=LIMIT, maxfun=LIMIT, ftol=0.0, gtol=0.0),
     "SciPy CG": with_scipy("CG", maxiter=LIMIT, gtol=0.0),
-    "torch LBFGS": with_torch(
-        lambda params: torch.optim.LBFGS(
-            params, max_iter=1000, max_eval=LIMIT, line_search_fn="strong_wolfe", tolerance_grad=0, tolerance_change=0
-        )
-    ),
+    "torch LBFGS": torch_lbfgs(),
 }
 
 Table = dict[str, dict[str, Any]]
@@ -138,12 +138,8 @@ def measure(dtype: torch.dtype) -> Table:
             except (RuntimeError, ValueError, IndexError, ZeroDivisionError) as error:  # a peer's own
                 print(f"{name} raised {type(error).__name__} for {problem.name}: {error}")
                 end = math.nan
-            row[name] = {
-                "solved": trace.solved(),
-                "start": trace.values[0],
-                "end": end,
-                "evaluations": len(trace.values),
-            }
+            row[name] = {"solved": trace.solved(), "start": trace.values[0], "end": end}
+            row[name]["evaluations"] = len(trace.values)
         table[problem.name] = row
         shown = "".join(f"{cell['solved']!s:>10}" for cell in row.values())
         print(f"{problem.name:30}{len(problem.start):5}{shown}", flush=True)
@@ -164,17 +160,15 @@ def missed(table: Table, ours: str, theirs: str) -> list[str]:
 
 def judge(table: Table, precision: str) -> list[Finding]:
     """What was asked, answered."""
+    rows = table.values()
     findings = [
-        Finding(
-            f"{precision}: solved of {len(table)} by {name}", sum(bool(row[name]["solved"]) for row in table.values())
-        )
+        Finding(f"{precision}: solved of {len(table)} by {name}", sum(bool(row[name]["solved"]) for row in rows))
         for name in SOLVERS
     ]
     for ours, theirs in (("LBFGS", "SciPy L-BFGS-B"), ("LBFGS", "torch LBFGS"), ("CG", "SciPy CG")):
         only = missed(table, ours, theirs)
-        findings.append(
-            Finding(f"{precision}: only {theirs} solves, not {ours} {', '.join(only)}".strip(), len(only), most=0)
-        )
+        title = f"{precision}: only {theirs} solves, not {ours} {', '.join(only)}".strip()
+        findings.append(Finding(title, len(only), most=0))
     for ours, theirs, most in (
         ("LBFGS", "SciPy L-BFGS-B", 1.0),
         ("LBFGS, history 10", "SciPy L-BFGS-B", None),
@@ -183,30 +177,14 @@ def judge(table: Table, precision: str) -> list[Finding]:
         ("SSBroyden", "SciPy L-BFGS-B", None),
     ):
         findings.append(Finding(f"{precision}: evaluations, {ours} / {theirs}", ratio(table, ours, theirs), most=most))
-    ends = [row[name] for row in table.values() for name in ("LBFGS", "LBFGS, history 10", "CG", "SSBroyden")]
+    ends = [row[name] for row in rows for name in ("LBFGS", "LBFGS, history 10", "CG", "SSBroyden")]
     worse = sum(not end["end"] <= end["start"] for end in ends)
     findings.append(Finding(f"{precision}: ours ends at NaN, or higher than it began", worse, most=0))
     return findings
 
 
-def draw(tables: dict[str, Table], path: Path) -> None:
-    """A performance profile for each precision."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, len(tables), figsize=(6 * len(tables), 4), sharey=True, layout="constrained")
-    for axis, (precision, table) in zip(axes, tables.items(), strict=True):
-        performance(axis, [{name: row[name]["solved"] for name in SOLVERS} for row in table.values()])
-        axis.set_title(precision)
-    axes[0].set_ylabel("part of the problems solved")
-    axes[0].legend(fontsize=8)
-    figure.savefig(path, dpi=100)
-
-
 def main() -> None:
-    """Measure, judge, draw."""
+    """Measure and judge."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # SciPy's, of digits that are lost
     tables = {}
@@ -215,7 +193,6 @@ def main() -> None:
         print(precision, *SOLVERS, sep=", ")
         tables[precision] = measure(dtype)
     publish("solvers", [f for precision, table in tables.items() for f in judge(table, precision)], tables)
-    draw(tables, RESULTS / "solvers.png")
 
 
 if __name__ == "__main__":

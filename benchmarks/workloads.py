@@ -68,14 +68,9 @@ def mlp() -> Workload:
 def cnn() -> Workload:
     """Two 3x3 convolutions, 16 and 32 channels, with pooling, on 28x28 images; 1,024 samples."""
     module = nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(16, 32, 3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(32 * 49, 10),
+        *(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(32 * 49, 10)),
     )
     return Workload(module, Supervised(nn.CrossEntropyLoss()), torch.randn(1024, 1, 28, 28), _classes(1024))
 
@@ -108,12 +103,8 @@ def matrix(rows: int, columns: int) -> Callable[[], Workload]:
     """One linear layer without bias, and eight samples: little to compute for its size."""
 
     def make() -> Workload:
-        return Workload(
-            nn.Linear(columns, rows, bias=False),
-            Supervised(nn.MSELoss()),
-            torch.randn(8, columns),
-            torch.randn(8, rows),
-        )
+        module = nn.Linear(columns, rows, bias=False)
+        return Workload(module, Supervised(nn.MSELoss()), torch.randn(8, columns), torch.randn(8, rows))
 
     return make
 

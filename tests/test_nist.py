@@ -7,7 +7,6 @@ import torch
 
 from batchopt import LevenbergMarquardt
 from batchopt.optim.minimizer import Status
-from benchmarks.nist import SOLVERS
 from benchmarks.nist_problems import Regression, read_problems
 
 PROBLEMS = {problem.name: problem for problem in read_problems()}
@@ -17,15 +16,6 @@ EXACT = "Lanczos1"
 
 def squares(problem: Regression, b: torch.Tensor) -> float:
     return float(problem.residuals(b).square().sum())
-
-
-def test_there_are_27_problems() -> None:
-    assert len(PROBLEMS) == 27
-    assert [sum(p.difficulty == level for p in PROBLEMS.values()) for level in ("lower", "average", "higher")] == [
-        8,
-        11,
-        8,
-    ]
 
 
 @pytest.mark.parametrize("problem", [p for p in PROBLEMS.values() if p.name != EXACT], ids=lambda p: p.name)
@@ -39,21 +29,6 @@ def test_the_exact_problem_has_it_after_a_step_of_gauss_and_newton() -> None:
     step = torch.linalg.lstsq(rows, problem.residuals(problem.certified).unsqueeze(1)).solution[:, 0]
     assert squares(problem, problem.certified) < 1e-20
     assert squares(problem, problem.certified - step) == pytest.approx(problem.squares, rel=1e-2)
-
-
-@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
-def test_the_starts_are_elsewhere_and_the_squares_finite(problem: Regression) -> None:
-    for start in problem.starts:
-        assert start.shape == problem.certified.shape and problem.digits(start) < 3
-        assert problem.squares < squares(problem, start) < float("inf")
-    assert problem.digits(problem.certified) == 11.0
-
-
-@pytest.mark.parametrize("solver", SOLVERS)
-def test_an_easy_problem_is_solved_by_all(solver: str) -> None:
-    problem = PROBLEMS["Misra1a"]
-    b, evaluations = SOLVERS[solver](problem, problem.starts[1])
-    assert problem.digits(b) > 6 and evaluations < 100
 
 
 @pytest.mark.rows

