@@ -245,7 +245,12 @@ class Model(RuleBasedStateMachine):
             for one in self.both:
                 if one.is_plain():
                     close(torch.tensor(one.opt.output), expected := one.f())
+                    used = [parameter for parameter in one.trained() if parameter.grad is not None]
                     close(one.opt.grad_parameters, one.gradient(expected))
+                    live = [parameter for parameter in one.trained() if parameter.requires_grad]
+                    found = torch.autograd.grad(one.f(), live, allow_unused=True)
+                    for parameter, gradient in zip(live, found, strict=True):
+                        assert (gradient is None) == all(parameter is not other for other in used)
 
     @precondition(lambda self: self.fresh)
     @rule(number=NUMBERS)
