@@ -1,43 +1,13 @@
-"""What the user changes between steps is seen, one change after the other: `test_model.py` has any sequences."""
+"""What the user changes between steps is sent, and nothing else; that each change is seen, `test_model.py` and the
+contract say."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
 from batchopt import BatchOptimizer
-from tests.changes import CHANGES, World
+from tests.changes import World
 from tests.test_model import One
-
-
-@pytest.fixture
-def ones() -> Iterator[list[One]]:
-    """The same program on several numbers of workers, for a criterion and for a loss function."""
-    found = [One(workers, False, with_loss_fn, "sgd") for workers in (1, 3) for with_loss_fn in (False, True)]
-    yield found
-    for one in found:
-        one.world.undo_ambient()
-        one.opt.close()
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*idle:UserWarning")
-def test_each_change_is_seen(ones: list[One]) -> None:
-    for name in CHANGES:
-        for one in ones:
-            if name != "sparse buffer in place" or one.world.module.mix.is_sparse:
-                CHANGES[name](one.world, 1.75)
-            if name in ("hook of all modules", "default dtype"):
-                break  # of all modules, or of torch
-        for one in ones:
-            one.load("all")
-            if one.is_plain():
-                found = one.opt.evaluate().item()
-                expected = one.f()
-                assert found == pytest.approx(expected.item(), rel=1e-9), name
-                torch.testing.assert_close(one.opt.grad_parameters, one.gradient(expected), rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("parallelize", [1, 2])
