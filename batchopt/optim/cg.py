@@ -56,7 +56,7 @@ class CG(Descent):
 
     def _make_room(self) -> None:
         super()._make_room()
-        self._y: torch.Tensor | None = None
+        self._y = self._vector.empty()
 
     _knowledge = "direction"
     _kept = (*Descent._kept, "direction", "beta", "decrease")
@@ -70,8 +70,6 @@ class CG(Descent):
 
     def _learn(self, before: Point, after: Point, change: torch.Tensor) -> None:
         memory, direction = self._memory, self._direction
-        if self._y is None:
-            self._y = self._vector.empty()
         y = add(after.gradient, before.gradient, -1.0, out=self._y)
         hh, dd, yy, hy, dy, dh, dg = dots(
             (after.gradient, after.gradient),
