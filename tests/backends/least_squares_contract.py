@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from batchopt import BatchOptimizer, NonFiniteError, Term, resample
+from batchopt import BatchOptimizer, NonFiniteError, Term
 from tests.workloads import Mlp, once
 
 Make = Callable[..., BatchOptimizer]
@@ -181,18 +181,6 @@ class LeastSquaresContract:
         j = jacobian(module, module(X) - Y)
         alike(opt.normal().matrix, j.T @ j / 37)
         alike(opt.vjp(torch.ones(37, 1, dtype=torch.float64)), j.sum(0))
-
-    def test_least_squares_and_adaptive_points_have_the_bits_of_one_process(self, make: Make) -> None:
-        found: list[Any] = []
-        for workers in (1, self.asked):
-            opt = make(flow(), terms=terms(), optimizer=None, chunk_size=4, parallelize=workers)
-            opt.load(DATA)
-            normal, v = opt.normal(), torch.ones_like(opt.parameters)
-            products = opt.gauss_newton(v), opt.jvp(v)["pde"], opt.vjp(opt.residuals())
-            points = resample(opt, "data", (X, Y), samples=9, k=2.0, c=0.0)
-            found.append((normal.vector, normal.matrix, *products, resample(opt, "pde", X, samples=9), *points))
-        for one, other in zip(*found, strict=True):
-            assert torch.equal(one, other)
 
     def test_a_residual_that_is_not_finite_names_its_sample(self, make: Make) -> None:
         points = X.clone()

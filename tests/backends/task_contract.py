@@ -203,20 +203,6 @@ class TaskContract(LeastSquaresContract):
         with pytest.raises(ValueError, match=r"above 2\*\*53"):
             opt.total(lambda m, inputs, targets: large, X)
 
-    @pytest.mark.filterwarnings("ignore:.*it normalises by the statistics of a chunk")
-    def test_the_bits_are_those_of_one_process(self, make: Make) -> None:
-        module = Noisy().double()
-        opt = make(module, nn.MSELoss(), optimizer=None, chunk_size=5)
-        alone = make(module, nn.MSELoss(), optimizer=None, chunk_size=5, backend="serial", parallelize=1)
-        found = []
-        for each in (opt, alone):
-            each.load(X, Y)
-            found.append((each.total(moments), each.collect(outputs_and_errors), each.predict(X)))
-        (total, rows, outputs), (other_total, other_rows, other_outputs) = found
-        assert torch.equal(total[0], other_total[0])
-        assert torch.equal(rows["outputs"], other_rows["outputs"])
-        assert torch.equal(outputs, other_outputs)
-
     # ---- what stays as it is
 
     @pytest.mark.filterwarnings("ignore:.*it normalises by the statistics of a chunk")
