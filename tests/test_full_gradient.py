@@ -36,12 +36,10 @@ def agrees(opt: BatchOptimizer, source: Any, loss: float, gradient: torch.Tensor
 
 
 @pytest.mark.rows
-@WORKERS
-@pytest.mark.parametrize("chunk_size", [None, 2])
 @pytest.mark.parametrize("case", [mlp, logistic, summed, rnn], ids=lambda case: case.__name__)
-def test_it_is_that_of_one_batch(case: Any, chunk_size: int | None, parallelize: int) -> None:
+def test_it_is_that_of_one_batch(case: Any) -> None:
     work = case()
-    with BatchOptimizer(work.module, work.criterion, parallelize=parallelize, chunk_size=chunk_size) as opt:
+    with BatchOptimizer(work.module, work.criterion, parallelize=2) as opt:
         x = opt.parameters.clone()
         slope = agrees(opt, batches(work, 10), *work.reference())
         assert torch.equal(opt.parameters, x)

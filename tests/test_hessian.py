@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from batchopt import BatchOptimizer, NonFiniteError, Sample, Worker, WorkerError, extending
+from batchopt import BatchOptimizer, Sample, Worker, WorkerError, extending
 from tests.building import loaded, on
 from tests.workloads import Workload, burgers, mlp
 
@@ -187,34 +187,6 @@ def test_a_module_without_a_second_derivative_is_an_error_with_torchs_words(para
             opt.hvp(direction(work.module))
         assert opt.evaluate() == loss
         assert extending.product_counter(opt) == 0
-
-
-@pytest.mark.rows
-@EACH
-def test_a_product_that_is_not_finite_names_its_sample(parallelize: int) -> None:
-    """The second derivative of |x|^1.5 at 0, where loss and gradient are finite."""
-    x = torch.ones(12, 1, dtype=torch.float64)
-    x[7] = 0.0
-
-    def loss_fn(module: nn.Module, x: torch.Tensor, _: None) -> torch.Tensor:
-        loss: torch.Tensor = (module(x) + 1e-320).abs().pow(1.5).mean()
-        return loss
-
-    module = nn.Linear(1, 1, dtype=torch.float64)
-    nn.init.ones_(module.weight)
-    nn.init.zeros_(module.bias)
-    options: dict[str, Any] = {"loss_fn": loss_fn, "optimizer": None, "parallelize": parallelize, "chunk_size": 3}
-    with BatchOptimizer(module, **options) as opt:
-        opt.load(x)
-        assert math.isfinite(opt.evaluate().item())
-        huge = torch.full((2,), 1e300, dtype=torch.float64)
-        with pytest.raises(NonFiniteError, match=r"Hessian-vector product is not finite in chunk 2 \(sample 7\)"):
-            opt.hvp(huge)
-        assert extending.product_counter(opt) == 0
-        assert torch.isfinite(opt.hvp(torch.ones(2) * 1e-3)).all()
-    with BatchOptimizer(module, **options, on_nonfinite="return") as opt:
-        opt.load(x)
-        assert not torch.isfinite(opt.hvp(huge)).all()
 
 
 @pytest.mark.parametrize(
