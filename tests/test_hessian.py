@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from batchopt import BatchOptimizer, Sample, Worker, WorkerError, extending
+from batchopt import BatchOptimizer, WorkerError, extending
 from tests.building import loaded, on
 from tests.workloads import Workload, burgers, mlp
 
@@ -81,30 +81,6 @@ def test_wherever_the_numbers_of_a_vector_lie_the_bits_are_the_same() -> None:
         for given in (v, padded[1:], v.repeat_interleave(2)[::2]):
             found.add(opt.hvp(given).numpy().tobytes())
     assert len(found) == 1
-
-
-@EACH
-def test_evaluations_are_untouched(parallelize: int) -> None:
-    work = mlp()
-    results: list[Any] = []
-
-    def posthook(worker: Worker, sample: Sample) -> float:
-        results.append(None)
-        assert sample.loss is not None
-        return sample.loss
-
-    with on(work, parallelize=parallelize, chunk_size=5, posthook=posthook) as opt:
-        loss = opt.evaluate()
-        gradient, grads = opt.grad_parameters.clone(), [p.grad for p in work.module.parameters()]
-        before = opt.output, opt.hook_results, opt.fingerprint(), [w.speed for w in opt.workers]
-        calls = len(results)
-        opt.hvp(direction(work.module))
-        assert torch.equal(opt.grad_parameters, gradient)
-        assert all(p.grad is g for p, g in zip(work.module.parameters(), grads, strict=True))
-        assert (opt.output, opt.hook_results, opt.fingerprint(), [w.speed for w in opt.workers]) == before
-        assert len(results) == calls
-        assert opt.evaluate() == loss
-        assert torch.equal(opt.grad_parameters, gradient)
 
 
 @EACH

@@ -13,13 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scipy.integrate import solve_ivp
 from scipy.optimize import _numdiff
 
 import batchopt
 
 TIMES = torch.linspace(0, 3, 7, dtype=torch.float64)
-STARTS = torch.tensor([[1.0, 1.0], [2.0, 1.0], [1.0, 2.0], [3.0, 0.5], [0.5, 0.5]], dtype=torch.float64)
 CALLS: list[int] = []
 
 
@@ -45,30 +43,6 @@ class Waves(torch.nn.Module):
     def forward(self, times: torch.Tensor) -> torch.Tensor:
         called()
         return torch.as_tensor(waves(torch.cat([self.scale, self.rest]).numpy(), times.numpy()))
-
-
-class Orbits(torch.nn.Module):
-    """Predators and prey by SciPy's solver: a sample is a start."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rates = torch.nn.Parameter(torch.tensor([0.9, 0.5, 0.4, 1.1], dtype=torch.float64))
-
-    @batchopt.finite_differences(method="3-point")
-    def forward(self, starts: torch.Tensor) -> torch.Tensor:
-        a, b, c, d = self.rates.numpy()
-        found = [
-            solve_ivp(
-                lambda _, y: [a * y[0] - b * y[0] * y[1], c * y[0] * y[1] - d * y[1]],
-                (0, 3),
-                start,
-                t_eval=TIMES.numpy(),
-                rtol=1e-8,
-                atol=1e-8,
-            ).y.T
-            for start in starts.numpy()
-        ]
-        return torch.from_numpy(np.stack(found))
 
 
 class Plain(Waves):
@@ -142,29 +116,6 @@ def test_optimizers_find_what_they_find_with_a_graph(kind: str) -> None:
             found.append(opt.parameters.clone())
             assert opt.output < 1e-9
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.slow
-def test_errors_of_the_fit_are_those_of_scipy() -> None:
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        truth = Orbits()
-        targets = truth(STARTS) + 0.01 * torch.randn(5, 7, 2, dtype=torch.float64, generator=generator)
-    model = Orbits()
-    torch.nn.init.constant_(model.rates, 0.7)
-    with batchopt.BatchOptimizer(model, torch.nn.MSELoss(), optimizer="lm") as opt:
-        opt.step(STARTS, targets)
-        errors = opt.covariance().errors
-        x = opt.parameters.numpy().copy()
-
-    def residual(x: Any) -> Any:
-        with torch.no_grad():
-            model.rates.copy_(torch.as_tensor(x))
-            return (model(STARTS) - targets).reshape(-1).numpy()
-
-    rows = _numdiff.approx_derivative(residual, x, "3-point")
-    variance = np.square(residual(x)).sum() / (targets.numel() - 4)
-    np.testing.assert_allclose(errors, np.sqrt(np.diag(np.linalg.inv(rows.T @ rows)) * variance), rtol=1e-3)
 
 
 def test_a_point_takes_a_call_for_each_parameter_and_one_more() -> None:
