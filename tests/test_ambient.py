@@ -12,7 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _python_dispatch
 
-from batchopt import BatchOptimizer, Sample, Worker, WorkerError
+from batchopt import BatchOptimizer, Sample, Worker
 from tests.building import loaded
 
 WORKERS = pytest.mark.parametrize("parallelize", [1, 2])
@@ -136,24 +136,6 @@ def test_hooks_that_captured_the_module_see_it_as_it_is(parallelize: int) -> Non
             expected = factor * nn.functional.mse_loss(module(DATA[0]), DATA[1]).item()
             assert opt.evaluate().item() == pytest.approx(expected, rel=1e-6)
             assert set(opt.hook_results) == {module.weight.sum().item() * factor}
-
-
-@WORKERS
-def test_a_hook_that_changes_what_the_loss_reads_is_refused(parallelize: int) -> None:
-    shared = {"factor": 1.0}
-
-    def prehook(worker: Worker, sample: Sample) -> None:
-        shared["factor"] = 2.0
-
-    def loss_fn(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return nn.functional.mse_loss(module(x), y) * shared["factor"]
-
-    with BatchOptimizer(
-        nn.Linear(3, 1), loss_fn=loss_fn, prehook=prehook, optimizer=None, parallelize=parallelize
-    ) as opt:
-        opt.load(*DATA)
-        with pytest.raises(WorkerError, match="this worker would find another f"):
-            opt.evaluate()
 
 
 def test_a_program_that_cannot_be_sent_any_more_is_named_and_the_one_before_goes_on() -> None:

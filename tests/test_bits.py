@@ -1,72 +1,200 @@
-"""With fixed chunks the result has the same bits whoever evaluates what: parameters, losses, and the optimizer's
-state."""
+"""With fixed chunks the result has the same bits whoever evaluates what: parameters, losses, the optimizer's state, and
+all else that is asked."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import itertools
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
-import batchopt
-from batchopt import BatchOptimizer
-from tests.pairs import paired
+from batchopt import LBFGS, BatchOptimizer, LevenbergMarquardt, Weighted, resample
+from tests.backends.least_squares_contract import DATA, flow, terms
+from tests.backends.task_contract import ASKED, X, Y, moments, noisy, outputs_and_errors
+from tests.test_complex import Operator
+from tests.test_simulators import Series
+from tests.test_uncertainty import CLICKED, Regression
+from tests.test_uncertainty import X as CLICKS
 from tests.workloads import WORKLOADS, Workload, mlp
 
+Ask = Callable[[BatchOptimizer], Any]
 ITERATIONS = 30
 
 
-NO_TOLERANCE: dict[str, Any] = {"max_iter": ITERATIONS, "tolerance_grad": 0.0, "tolerance_change": 0.0}
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "ours": lambda params: batchopt.LBFGS(params, **NO_TOLERANCE),
-    "torch": lambda params: torch.optim.LBFGS(params, line_search_fn="strong_wolfe", **NO_TOLERANCE),
+def plain(data: Any) -> Any:
+    """Nested data with nothing in it but numbers, and the sha256 of tensors."""
+    if isinstance(data, torch.Tensor):
+        return hashlib.sha256(data.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+    if isinstance(data, Mapping):
+        return [(str(key), plain(data[key])) for key in sorted(data, key=str)]
+    if isinstance(data, (list, tuple)):
+        return [plain(part) for part in data]
+    return data
+
+
+# ---- whatever is asked
+
+
+def evaluated(opt: BatchOptimizer) -> Any:
+    return opt.evaluate(), opt.grad_parameters
+
+
+def differentiated(opt: BatchOptimizer) -> Any:
+    """What a backward through f adds up to."""
+    opt.module.zero_grad()
+    (2 * opt.loss()).backward()  # type: ignore[no-untyped-call]
+    return opt.grad_parameters
+
+
+def stepped(opt: BatchOptimizer, *batch: Any) -> Any:
+    return [opt.step(*batch) for _ in range(2)], opt.fingerprint(), list(opt.module.buffers()), opt.hook_results
+
+
+def started(opt: BatchOptimizer) -> Any:
+    """Runs from several starts, which end at the lowest."""
+    found = opt.multistart(torch.stack([opt.parameters * i for i in (0.5, 1.0, -2.0)]))
+    return found.points, [run.f for run in found.runs], opt.fingerprint(), opt.eval_counter, opt.output
+
+
+def whole(opt: BatchOptimizer) -> Any:
+    return [opt.full_gradient([(X[i : i + 8], Y[i : i + 8]) for i in range(0, 37, 8)]) for _ in range(2)]
+
+
+def drawn(opt: BatchOptimizer) -> Any:
+    """Points where residuals are large."""
+    points = resample(opt, "data", (DATA["pde"], DATA["pde"][:, :1]), samples=9, k=2.0, c=0.0)
+    return points, resample(opt, "pde", DATA["pde"], samples=9)
+
+
+def errors(kind: str | None) -> Ask:
+    def ask(opt: BatchOptimizer) -> Any:
+        found = opt.covariance(kind, tolerance=1e-6)
+        return found.matrix, found.distance, found.variance
+
+    return ask
+
+
+SQUARES: dict[str, Ask] = {
+    "residuals": lambda opt: opt.residuals(),
+    "normal": lambda opt: tuple(opt.normal()),
+    "gauss_newton": lambda opt: opt.gauss_newton(torch.ones_like(opt.parameters)),
+    "jvp": lambda opt: opt.jvp(torch.ones_like(opt.parameters)),
+    "vjp": lambda opt: opt.vjp(opt.residuals()),
+    "gram": lambda opt: opt.gram(),
+}
+EVALUATED: dict[str, Ask] = {
+    "evaluate": evaluated,
+    "hvp": lambda opt: opt.hvp(torch.ones_like(opt.parameters)),
+    "input_gradients": lambda opt: opt.input_gradients(),
+    "evaluate_many": lambda opt: opt.evaluate_many(torch.stack([opt.parameters * 2] * 2), gradients=True),
+}
+LM = functools.partial(LevenbergMarquardt, max_iter=2)
+# By name: a module and what else the optimizer is given, the batch, and what is asked.
+Objective = tuple[Callable[[], nn.Module], dict[str, Any], tuple[Any, ...], dict[str, Ask]]
+OBJECTIVES: dict[str, Objective] = {
+    "draws, statistics and hooks": (
+        noisy,
+        {"criterion": nn.MSELoss(), "optimizer": "sgd", "posthook": lambda worker, sample: sample.loss},
+        (X, Y),
+        {"total": lambda opt: opt.total(moments), "collect": lambda opt: opt.collect(outputs_and_errors)}
+        | {**EVALUATED, "predict": lambda opt: opt.predict(), "step": lambda opt: stepped(opt, X, Y)},
+    ),
+    "targets": (
+        lambda: mlp().module,
+        {"criterion": nn.MSELoss(), "optimizer": functools.partial(LBFGS, max_iter=5)},
+        (X, Y),
+        {**ASKED, **EVALUATED, **SQUARES, "loss": differentiated, "full_gradient": whole, "multistart": started}
+        | {"covariance": errors(None), "step": lambda opt: stepped(opt, X, Y)},
+    ),
+    "weights": (
+        lambda: mlp().module,
+        {"criterion": nn.SmoothL1Loss(), "optimizer": "adam"},
+        (Weighted(X, X[:, 0].square()), Y),
+        {**EVALUATED, "step": lambda opt: stepped(opt, Weighted(X, Y[:, 0].square()), Y)},
+    ),
+    "terms": (
+        flow,
+        {"terms": terms(), "optimizer": LM},
+        (DATA,),
+        {**EVALUATED, **SQUARES, "resample": drawn, "losses": lambda opt: (opt.evaluate(), opt.losses)}
+        | {"step": lambda opt: stepped(opt, DATA)},
+    ),
+    "complex": (
+        lambda: Operator(False),
+        {"criterion": nn.MSELoss(), "optimizer": functools.partial(LM, geodesic=True)},
+        (torch.cat([X, X[:, :2]], 1), Y[:, :2]),
+        {**EVALUATED, **SQUARES, "step": lambda opt: stepped(opt, torch.cat([X, X[:, :2]], 1), Y[:, :2])},
+    ),
+    "clicks": (
+        lambda: Regression(3),
+        {"criterion": nn.BCEWithLogitsLoss(), "optimizer": None},
+        (CLICKS[:50], CLICKED[:50]),
+        {"likelihood": errors("likelihood"), "sandwich": errors("sandwich")},
+    ),
+    "a simulator of few samples": (
+        lambda: Series("/dev/null"),
+        {"criterion": nn.MSELoss(), "optimizer": functools.partial(LM, dense=0), "chunk_size": 1},
+        (X[:2, :1], Y[:2, :1].expand(2, 20)),
+        {"evaluate": evaluated, **SQUARES, "step": lambda opt: stepped(opt, X[:2, :1], Y[:2, :1].expand(2, 20))},
+    ),
 }
 
 
-def digest(data: Any) -> str:
-    """The sha256 of all tensors and numbers in nested dicts and lists."""
-    if isinstance(data, torch.Tensor):
-        content = data.detach().contiguous().view(-1).numpy().tobytes()
-    elif isinstance(data, dict):
-        content = repr([(str(key), digest(data[key])) for key in sorted(data, key=str)]).encode()
-    elif isinstance(data, (list, tuple)):
-        content = repr([digest(part) for part in data]).encode()
-    else:
-        content = repr(data).encode()
-    return hashlib.sha256(content).hexdigest()
+def asked(name: str, **way: Any) -> dict[str, Any]:
+    """What is found, by what is asked of the objective."""
+    make, given, batch, questions = OBJECTIVES[name]
+    torch.manual_seed(0)
+    found = {}
+    with BatchOptimizer(make(), **{"chunk_size": 5, **given, **way}) as opt:
+        opt.keep_outputs = name == "targets"
+        for what, ask in questions.items():
+            opt.load(*batch)
+            found[what] = plain(ask(opt))
+    return found
 
 
-def run(case: Workload, optimizer: str = "ours", **options: Any) -> tuple[str, str]:
-    """The fingerprint, and the digest of the optimizer's state, after one step of thirty iterations."""
-    with BatchOptimizer(case.module, case.criterion, optimizer=OPTIMIZERS[optimizer], **options) as opt:
+def differing(name: str, **way: Any) -> list[str]:
+    """What has other bits than in one process."""
+    found, expected = asked(name, **way), asked(name, backend="serial", parallelize=1)
+    return [what for what in expected if found[what] != expected[what]]
+
+
+@pytest.mark.rows
+@pytest.mark.filterwarnings("ignore:.* for . workers", "ignore:.*it normalises by the statistics of a chunk")
+@pytest.mark.filterwarnings("ignore:.*rows of the Jacobian took a backward each")
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [*((name, {"parallelize": 3}) for name in OBJECTIVES), ("targets", {"devices": ["cpu:0", "cpu:0", "cpu"]})],
+)
+def test_whatever_is_asked_of_workers_has_the_bits_of_one_process(name: str, way: dict[str, Any]) -> None:
+    """Of three; of two and of other backends in their contract."""
+    assert not differing(name, **way)
+
+
+# ---- long runs
+
+
+def run(case: Workload, **options: Any) -> tuple[str, Any]:
+    """The fingerprint, and the optimizer's state, after one step of thirty iterations."""
+    lbfgs = functools.partial(LBFGS, max_iter=ITERATIONS, tolerance_grad=0.0, tolerance_change=0.0)
+    with BatchOptimizer(case.module, case.criterion, optimizer=lbfgs, **options) as opt:
         opt.step(case.inputs, case.targets)
         assert opt.optimizer is not None and opt.eval_counter > ITERATIONS / 2
-        return opt.fingerprint(), digest(opt.optimizer.state_dict()["state"])
-
-
-@cache
-def alone(workload: str, optimizer: str) -> tuple[str, str]:
-    """The run in one process."""
-    return run(WORKLOADS[workload](torch.float32), optimizer, chunk_size=5)
+        return opt.fingerprint(), plain(opt.optimizer.state_dict()["state"])
 
 
 @pytest.mark.rows
 @pytest.mark.filterwarnings("ignore:5 chunks for 8 workers")
-@pytest.mark.parametrize(
-    "workload, parallelize, optimizer",
-    paired(
-        itertools.product(WORKLOADS, (3, 2, 5, 8), ("ours", "torch")),
-        lambda row: () if row[1] == 3 else [pytest.mark.slow],
-    ),
-)
-def test_any_number_of_workers_gives_the_same_bits(workload: str, parallelize: int, optimizer: str) -> None:
-    case = WORKLOADS[workload](torch.float32)
-    assert run(case, optimizer, chunk_size=5, parallelize=parallelize) == alone(workload, optimizer)
+@pytest.mark.parametrize(("workload", "parallelize"), [*((name, 3) for name in WORKLOADS), ("rnn", 8), ("logistic", 5)])
+def test_any_number_of_workers_gives_the_same_bits(workload: str, parallelize: int) -> None:
+    case = WORKLOADS[workload]
+    alone = run(case(torch.float32), chunk_size=5)
+    assert run(case(torch.float32), chunk_size=5, parallelize=parallelize) == alone
 
 
 @pytest.mark.slow

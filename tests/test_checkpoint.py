@@ -10,11 +10,9 @@ import os
 import pickle
 import random
 import resource
-import signal
 import stat
 import struct
 import subprocess
-import sys
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from pathlib import Path
@@ -23,8 +21,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from batchopt import LBFGS, BatchOptimizer, Term
@@ -176,33 +172,6 @@ def test_a_number_of_numpy_is_one_of_python(tmp_path: Path) -> None:
 def marks(state: dict[str, Any]) -> list[bool]:
     tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
     return [tensor.requires_grad or tensor.is_conj() or tensor.is_neg() for tensor in tensors]
-
-
-scalars = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text())
-tensors = st.binary(max_size=9).map(lambda data: torch.tensor(list(data), dtype=torch.uint8))
-plain = st.recursive(
-    st.one_of(scalars, tensors),
-    lambda inner: st.one_of(
-        st.lists(inner),
-        st.lists(inner).map(tuple),
-        st.dictionaries(st.one_of(st.text(), st.integers()), inner),
-        st.dictionaries(st.text(), inner).map(OrderedDict),
-    ),
-    max_leaves=8,
-)
-
-
-@pytest.fixture(scope="module")
-def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A path that examples may overwrite."""
-    return tmp_path_factory.mktemp("scratch") / "run.pt"
-
-
-@pytest.mark.slow
-@settings(max_examples=30, deadline=None)
-@given(state=st.dictionaries(st.text(), plain))
-def test_any_plain_state_comes_back(scratch: Path, state: dict[str, Any]) -> None:
-    assert same(written(scratch, state), state)
 
 
 def test_a_view_does_not_drag_its_storage_along_and_a_shared_part_is_stored_once(tmp_path: Path) -> None:
@@ -502,58 +471,6 @@ def test_a_full_disk_is_named_while_another_error_is_handled(saved: Path) -> Non
         with limited(resource.RLIMIT_FSIZE, 1000), pytest.raises(CheckpointError, match="File too large"):
             checkpoint.write(saved, NEW, LAYOUT)
     assert os.listdir(saved.parent) == ["run.pt"] and same(checkpoint.read(saved, LAYOUT), OLD)
-
-
-MORE = {**NEW, "more": torch.zeros(50_000)}
-
-
-def write_and_die(path: Path, point: str, limit: int) -> None:
-    """Write, up to a point or a byte: a process with the default action ends at the byte which is one too many."""
-    faults.hook = lambda name, _: os.kill(os.getpid(), signal.SIGKILL) if name == f"checkpoint.{point}" else None
-    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    checkpoint.write(path, MORE, LAYOUT)
-
-
-def write_in_copies(path: Path) -> None:
-    """In a process without threads: for each line of standard input, write in a copy of it that ends as this says, and
-    print the signal that ended it."""
-    for line in sys.stdin:
-        point, limit = line.split()
-        child = os.fork()
-        if child == 0:
-            try:
-                write_and_die(path, point, int(limit))
-            finally:
-                os._exit(0)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-
-
-@pytest.mark.slow
-def test_a_process_that_is_killed_at_any_point_or_byte_leaves_a_whole_file(saved: Path) -> None:
-    checkpoint.write(saved.with_name("new.pt"), MORE, LAYOUT)
-    size = saved.with_name("new.pt").stat().st_size
-    code = f"from tests.test_checkpoint import *; torch.set_num_threads(1); write_in_copies(Path({str(saved)!r}))"
-    given: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-W", "ignore", "-c", code], **given) as writer:
-
-        def ended_by(point: str, limit: int = 2**30) -> int:
-            writer.stdin.write(f"{point} {limit}\n")  # type: ignore[union-attr]
-            writer.stdin.flush()  # type: ignore[union-attr]
-            return int(writer.stdout.readline())  # type: ignore[union-attr]
-
-        for left, point in enumerate(["start", "writing", "sync", "replace"]):
-            assert ended_by(point) == -signal.SIGKILL
-            assert same(checkpoint.read(saved, LAYOUT), OLD)
-            assert len(temporaries(saved.parent)) == left
-        for limit in [0, 1, *range(2000, size, 20_000), size - 1]:
-            assert ended_by("none", limit) == -signal.SIGXFSZ
-            assert same(checkpoint.read(saved, LAYOUT), OLD)
-        assert ended_by("replaced") == -signal.SIGKILL
-        assert same(checkpoint.read(saved, LAYOUT), MORE)
-        writer.stdin.close()  # type: ignore[union-attr]
-    checkpoint.write(saved, NEW, LAYOUT)
-    assert sorted(os.listdir(saved.parent)) == ["new.pt", "run.pt"]
 
 
 def test_what_a_living_process_writes_stays_and_what_a_dead_one_left_goes(saved: Path) -> None:

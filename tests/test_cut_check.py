@@ -399,8 +399,10 @@ PAIRS.append(nn.MultiLabelSoftMarginLoss)
 
 @pytest.mark.rows
 @pytest.mark.filterwarnings("ignore:Using a target size", "ignore:reduction")
-@pytest.mark.parametrize("options", [{}, {"chunk_size": 12}, {"parallelize": 2}], ids=["whole", "chunks", "workers"])
-@pytest.mark.parametrize("kind", PAIRS)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [*((kind, {}) for kind in PAIRS), (nn.L1Loss, {"chunk_size": 12}), (nn.MSELoss, {"parallelize": 2})],
+)
 def test_outputs_that_meet_the_targets_of_other_samples_are_refused(kind: Any, options: dict[str, Any]) -> None:
     x, y = torch.randn(40, 3), torch.rand(40)
     with BatchOptimizer(nn.Linear(3, 1), kind(), optimizer=None, **options) as opt:

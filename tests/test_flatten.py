@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchopt import BatchOptimizer
+from tests.building import on
+from tests.workloads import mlp
 
 BITS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
 SPECIALS = [-0.0, float("nan"), float("inf"), 5e-324, 1.0]
@@ -125,3 +127,12 @@ def test_a_removed_hook_is_forgotten() -> None:
     module = torch.nn.Linear(1, 1)
     module.weight.register_hook(torch.zeros_like).remove()  # type: ignore[no-untyped-call]
     assert len(flatten(module)[0]) == 2
+
+
+def test_a_module_that_is_shared_already() -> None:
+    case = mlp()
+    case.module.share_memory()
+    with on(case, parallelize=2) as opt:
+        f, gradient = case.reference()
+        assert abs(opt.evaluate().item() - f) < 1e-12 * f
+        torch.testing.assert_close(opt.grad_parameters, gradient, rtol=1e-12, atol=1e-14)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from batchopt import BatchOptimizer, NonFiniteError, Sample, Worker, WorkerError, extending
+from batchopt import BatchOptimizer, WorkerError, extending
 from tests.building import loaded, on
 from tests.workloads import Workload, burgers, mlp
 
@@ -73,42 +73,14 @@ def test_products_of_a_large_model_and_of_one_that_differentiates_itself_on_devi
             assert (extending.product_counter(opt), opt.eval_counter) == (count, 0)
 
 
-def test_the_bits_are_those_of_one_worker_where_chunks_are_fixed() -> None:
-    found = set()
-    for options in ({}, {"parallelize": 2}, {"parallelize": 3}, {"devices": ["cpu:0", "cpu:0"]}):
-        work = mlp(torch.float32)
-        with on(work, chunk_size=4, **options) as opt:
-            v = direction(work.module)
-            found.add(opt.hvp(v).numpy().tobytes())
-            # wherever the numbers lie
-            padded = torch.cat([torch.zeros(1), v.float()])
-            found.add(opt.hvp(padded[1:]).numpy().tobytes())
-            found.add(opt.hvp(v.repeat_interleave(2)[::2]).numpy().tobytes())
+def test_wherever_the_numbers_of_a_vector_lie_the_bits_are_the_same() -> None:
+    work, found = mlp(torch.float32), set()
+    with on(work, chunk_size=4) as opt:
+        v = direction(work.module)
+        padded = torch.cat([torch.zeros(1), v.float()])
+        for given in (v, padded[1:], v.repeat_interleave(2)[::2]):
+            found.add(opt.hvp(given).numpy().tobytes())
     assert len(found) == 1
-
-
-@EACH
-def test_evaluations_are_untouched(parallelize: int) -> None:
-    work = mlp()
-    results: list[Any] = []
-
-    def posthook(worker: Worker, sample: Sample) -> float:
-        results.append(None)
-        assert sample.loss is not None
-        return sample.loss
-
-    with on(work, parallelize=parallelize, chunk_size=5, posthook=posthook) as opt:
-        loss = opt.evaluate()
-        gradient, grads = opt.grad_parameters.clone(), [p.grad for p in work.module.parameters()]
-        before = opt.output, opt.hook_results, opt.fingerprint(), [w.speed for w in opt.workers]
-        calls = len(results)
-        opt.hvp(direction(work.module))
-        assert torch.equal(opt.grad_parameters, gradient)
-        assert all(p.grad is g for p, g in zip(work.module.parameters(), grads, strict=True))
-        assert (opt.output, opt.hook_results, opt.fingerprint(), [w.speed for w in opt.workers]) == before
-        assert len(results) == calls
-        assert opt.evaluate() == loss
-        assert torch.equal(opt.grad_parameters, gradient)
 
 
 @EACH
@@ -191,34 +163,6 @@ def test_a_module_without_a_second_derivative_is_an_error_with_torchs_words(para
             opt.hvp(direction(work.module))
         assert opt.evaluate() == loss
         assert extending.product_counter(opt) == 0
-
-
-@pytest.mark.rows
-@EACH
-def test_a_product_that_is_not_finite_names_its_sample(parallelize: int) -> None:
-    """The second derivative of |x|^1.5 at 0, where loss and gradient are finite."""
-    x = torch.ones(12, 1, dtype=torch.float64)
-    x[7] = 0.0
-
-    def loss_fn(module: nn.Module, x: torch.Tensor, _: None) -> torch.Tensor:
-        loss: torch.Tensor = (module(x) + 1e-320).abs().pow(1.5).mean()
-        return loss
-
-    module = nn.Linear(1, 1, dtype=torch.float64)
-    nn.init.ones_(module.weight)
-    nn.init.zeros_(module.bias)
-    options: dict[str, Any] = {"loss_fn": loss_fn, "optimizer": None, "parallelize": parallelize, "chunk_size": 3}
-    with BatchOptimizer(module, **options) as opt:
-        opt.load(x)
-        assert math.isfinite(opt.evaluate().item())
-        huge = torch.full((2,), 1e300, dtype=torch.float64)
-        with pytest.raises(NonFiniteError, match=r"Hessian-vector product is not finite in chunk 2 \(sample 7\)"):
-            opt.hvp(huge)
-        assert extending.product_counter(opt) == 0
-        assert torch.isfinite(opt.hvp(torch.ones(2) * 1e-3)).all()
-    with BatchOptimizer(module, **options, on_nonfinite="return") as opt:
-        opt.load(x)
-        assert not torch.isfinite(opt.hvp(huge)).all()
 
 
 @pytest.mark.parametrize(

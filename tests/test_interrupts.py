@@ -62,28 +62,6 @@ def few(opt: BatchOptimizer) -> None:
     opt.evaluate()
 
 
-@pytest.mark.filterwarnings("ignore:.*normalises by the statistics of a chunk")
-@pytest.mark.parametrize("parallelize", [1, 2])
-def test_a_step_that_is_interrupted_at_its_very_end_leaves_the_buffers_as_they_were(
-    parallelize: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*given: Any, **named: Any) -> None:
-        raise KeyboardInterrupt
-
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)).double()
-    with make(module, optimizer=lambda p: torch.optim.LBFGS(p, max_iter=3), parallelize=parallelize) as opt:
-        opt.step(X, Y)
-        before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-        counters = opt.batch_counter
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr("batchopt._engine.engine.Engine.stepped", interrupted)
-            opt.step(X, Y)
-        assert opt.batch_counter == counters
-        for key, tensor in module.state_dict().items():
-            assert torch.equal(tensor, before[key]), key
-
-
 # ---- out of a signal handler
 
 

@@ -5,18 +5,14 @@ from __future__ import annotations
 
 import copy
 import functools
-import os
 import random
 import re
-import signal
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
@@ -272,42 +268,6 @@ def test_an_audit_runs_on_copies_with_one_worker_too() -> None:
             assert module.calls == 4 * number and seen == [16] * 4 * number
 
 
-@pytest.mark.rows
-@settings(max_examples=4, deadline=None, derandomize=True)
-@given(names=st.lists(st.sampled_from(["k", "frozen", "t", "array", "log"]), min_size=1, max_size=3, unique=True))
-def test_a_loss_that_writes_what_it_likes_is_one_function_or_refused(names: list[str]) -> None:
-    """Also after a worker was killed."""
-    acts: dict[str, Callable[[Any], object]] = {
-        "k": lambda m: setattr(m, "k", m.k + 0.1),
-        "frozen": lambda m: m.frozen.data.add_(0.1),
-        "t": lambda m: m.t.numpy().__iadd__(0.1),
-        "array": lambda m: m.array.__iadd__(0.1),
-        "log": lambda m: m.seen.append(0),
-    }
-
-    def loss(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        found = nn.functional.mse_loss(module(inputs), targets)
-        for name in names:
-            acts[name](module)
-        return found
-
-    for parallelize in (1, 2, 3):
-        options: dict[str, Any] = {"loss_fn": loss, "parallelize": parallelize, "chunk_size": 4, "check_cut": False}
-        found: set[float | str] = set()
-        with BatchOptimizer(Net(), optimizer=None, **options) as opt:
-            opt.load(X.clone(), Y.clone())
-            for time in range(4):
-                if time == 1 and parallelize > 1:
-                    os.kill(opt.workers[0].pid, signal.SIGKILL)
-                try:
-                    found.add(opt.evaluate().item())
-                except WorkerError as error:
-                    assert OTHER in str(error)
-                    found.add("refused")
-                    break
-        assert found == ({"refused"} if names != ["log"] else {pytest.approx(plain(Net()), rel=1e-6)})
-
-
 # ---- functions and hooks: what they leave is thrown away with the copy
 
 
@@ -368,18 +328,6 @@ def test_what_functions_leave_in_workers_is_thrown_away() -> None:
             assert opt.collect(leaving(one), grad=True).sum() == len(X), name
             assert opt.evaluate().item() == before and torch.equal(opt.grad_parameters, gradient), name
         assert [*module.modules()] == parts and vars(module[0])["k"] == 1.0
-
-
-def test_a_parameter_that_a_function_writes_in_a_worker_ends_it() -> None:
-    def write(module: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        module.linear.weight.data.mul_(2.0)
-        return torch.ones(len(inputs))
-
-    with loaded(Net(), nn.MSELoss(), X, Y, parallelize=2, max_restarts=8) as opt:
-        before = opt.evaluate()
-        with pytest.raises(Exception, match="SIGSEGV"):
-            opt.collect(write)
-        assert opt.evaluate() == before
 
 
 @pytest.mark.parametrize("name", IN_PROCESS)

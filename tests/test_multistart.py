@@ -57,16 +57,15 @@ def test_ends_are_those_of_runs_one_by_one(choice: str) -> None:
                 opt.optimizer.step(extending.closure(opt))  # type: ignore[arg-type]
             ends.append((opt.evaluate().item(), *opt.parameters.tolist()))
             counted.append(None if choice in ("adam", "torch") else opt.result.evaluations)
-    for workers in (1, 2):
-        with optimizer_of(workers, optimizer=CHOICES[choice]) as opt:
-            opt.load(X, Y)
-            found = opt.multistart(STARTS, steps=steps)
-            assert [run.f for run in found.runs] == sorted(f for f, *_ in ends)
-            for run, point in zip(found.runs, found.points, strict=True):
-                assert (run.f, *point.tolist()) == ends[run.start]
-                assert (run.result and run.result.evaluations) == counted[run.start]
-            assert torch.equal(opt.parameters, found.points[0])
-            assert opt.evaluate().item() == found.runs[0].f
+    with optimizer_of(2, optimizer=CHOICES[choice]) as opt:
+        opt.load(X, Y)
+        found = opt.multistart(STARTS, steps=steps)
+        assert [run.f for run in found.runs] == sorted(f for f, *_ in ends)
+        for run, point in zip(found.runs, found.points, strict=True):
+            assert (run.f, *point.tolist()) == ends[run.start]
+            assert (run.result and run.result.evaluations) == counted[run.start]
+        assert torch.equal(opt.parameters, found.points[0])
+        assert opt.evaluate().item() == found.runs[0].f
 
 
 def test_starts_that_are_not_kept_stay_where_they_are() -> None:
@@ -92,8 +91,7 @@ def test_equal_ends_are_one_minimum_and_the_table_shows_it() -> None:
     assert len(lines) == 6 and lines[1].split()[0] in "12" and "minima, the lowest" in repr(found)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_starts_without_a_value_are_left_out_and_a_run_that_ends_without_one_is_put_back(workers: int) -> None:
+def test_starts_without_a_value_are_left_out_and_a_run_that_ends_without_one_is_put_back() -> None:
     class Root(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -104,7 +102,7 @@ def test_starts_without_a_value_are_left_out_and_a_run_that_ends_without_one_is_
 
     starts = torch.tensor([[0.5], [1.1], [3.0]], dtype=torch.float64)
     adam = partial(torch.optim.SGD, lr=10.0)
-    with batchopt.BatchOptimizer(Root(), torch.nn.MSELoss(), parallelize=workers, optimizer=adam) as opt:
+    with batchopt.BatchOptimizer(Root(), torch.nn.MSELoss(), parallelize=2, optimizer=adam) as opt:
         opt.load(X, Y * 0)
         found = opt.multistart(starts, steps=3)
         ends = {run.start: run for run in found.runs}
@@ -116,18 +114,16 @@ def test_starts_without_a_value_are_left_out_and_a_run_that_ends_without_one_is_
         assert opt.parameters.tolist() == found.points[0].tolist()
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_what_is_minimised_decides(workers: int) -> None:
+def test_what_is_minimised_decides() -> None:
     """With a penalty: the start at 0 has the highest f, and the lowest sum of both."""
     starts = torch.tensor([[1.3, 3.0], [0.0, 0.0]], dtype=torch.float64)
-    with optimizer_of(workers, optimizer=partial(batchopt.LBFGS, l1=10.0, max_iter=20)) as opt:
+    with optimizer_of(2, optimizer=partial(batchopt.LBFGS, l1=10.0, max_iter=20)) as opt:
         opt.load(X, Y)
         found = opt.multistart(starts, keep=1)
         assert [run.start for run in found.runs] == [1, 0] and opt.parameters.tolist() == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_flat_direction_is_one_minimum(workers: int) -> None:
+def test_a_flat_direction_is_one_minimum() -> None:
     class Sum(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -137,32 +133,28 @@ def test_a_flat_direction_is_one_minimum(workers: int) -> None:
             return self.parts.sum() * x
 
     starts = torch.tensor([[1.0, -5.0], [8.0, 3.0], [-2.0, 1.0]], dtype=torch.float64)
-    with batchopt.BatchOptimizer(Sum(), torch.nn.MSELoss(), parallelize=workers, chunk_size=10) as opt:
+    with batchopt.BatchOptimizer(Sum(), torch.nn.MSELoss(), parallelize=2, chunk_size=10) as opt:
         opt.load(X, 2 * X + 1)
         assert {run.minimum for run in opt.multistart(starts).runs} == {0}
 
 
 @pytest.mark.slow
 def test_runs_are_steps_that_count_and_hear_of_stop() -> None:
-    prints = []
-    for workers in (1, 2):
-        heard: list[Any] = []
-        with optimizer_of(workers, optimizer=partial(batchopt.LBFGS, callback=heard.append), history=True) as opt:
-            opt.load(X, Y)
-            own = opt.optimizer
-            opt.multistart(STARTS[:3])
-            assert opt.optimizer is own and opt.batch_counter == 3 and len(opt.history) == len(heard)
-            prints.append((opt.fingerprint(), opt.eval_counter, opt.output, extending.position(opt)))
-            opt.stop()
-            found = opt.multistart(STARTS)
-            assert opt.stopped and not opt.paused
-            opt.stop()
-            opt.step(X, Y)
-            with pytest.raises(ValueError, match="no row"):
-                opt.multistart(STARTS[:0])
-            assert opt.paused  # what was refused has not touched it
-            assert [run.result is not None for run in sorted(found.runs)] == [True, False, False, False, False]
-    assert prints[0] == prints[1]
+    heard: list[Any] = []
+    with optimizer_of(2, optimizer=partial(batchopt.LBFGS, callback=heard.append), history=True) as opt:
+        opt.load(X, Y)
+        own = opt.optimizer
+        opt.multistart(STARTS[:3])
+        assert opt.optimizer is own and opt.batch_counter == 3 and len(opt.history) == len(heard)
+        opt.stop()
+        found = opt.multistart(STARTS)
+        assert opt.stopped and not opt.paused
+        opt.stop()
+        opt.step(X, Y)
+        with pytest.raises(ValueError, match="no row"):
+            opt.multistart(STARTS[:0])
+        assert opt.paused  # what was refused has not touched it
+        assert [run.result is not None for run in sorted(found.runs)] == [True, False, False, False, False]
 
 
 def test_statistics_are_those_of_the_lowest_end() -> None:
@@ -178,15 +170,14 @@ def test_statistics_are_those_of_the_lowest_end() -> None:
     assert opt.output == found.runs[0].f and norm.num_batches_tracked == 1
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_what_a_run_raises_is_raised_with_x_as_before(workers: int) -> None:
+def test_what_a_run_raises_is_raised_with_x_as_before() -> None:
     class Failing(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
             closure()
             if self.param_groups[0]["params"][1].item() > 5:
                 raise ZeroDivisionError("on purpose")
 
-    with optimizer_of(workers, optimizer=partial(Failing, lr=0.1)) as opt:
+    with optimizer_of(2, optimizer=partial(Failing, lr=0.1)) as opt:
         opt.load(X, Y)
         with pytest.raises(ZeroDivisionError):
             opt.multistart(STARTS)

@@ -1,22 +1,91 @@
-"""Whether a gradient is finite, and what is not finite because evaluating it raised."""
+"""What is not finite names its sample, whatever was asked; and what is not finite because evaluating it raised."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from batchopt import BatchOptimizer, NonFiniteError, Term, WorkerError
+from batchopt import BatchOptimizer, NonFiniteError, Term, Weighted, WorkerError, extending
+from tests.building import loaded
+from tests.workloads import difference, misfit, size
 
-# ---- exceptions that mean so
+# ---- what is asked
 
 X = torch.linspace(-1, 1, 40, dtype=torch.float64)[:, None]
 Y = 3 * X
 WORKERS = pytest.mark.parametrize("parallelize", [1, 2])
 OPTIMIZERS = ["lbfgs", "cg", "ssbroyden", "lm"]
+
+
+def spoilt(value: float) -> torch.Tensor:
+    """In its third chunk."""
+    x = torch.ones(12, 1, dtype=torch.float64)
+    x[7] = value
+    return x
+
+
+def root(module: nn.Module, x: torch.Tensor, _: Any) -> torch.Tensor:
+    """Its slope at 0 is infinite."""
+    return (module(x).square() + x).sqrt().mean()  # type: ignore[no-any-return]
+
+
+def bent(module: nn.Module, x: torch.Tensor, _: Any) -> torch.Tensor:
+    """Its second derivative at 0 is infinite."""
+    return (module(x) + 1e-320).abs().pow(1.5).mean()  # type: ignore[no-any-return]
+
+
+ONES, HUGE = spoilt(1.0), torch.full((2,), 1e300, dtype=torch.float64)
+ROBUST = {"terms": {"one": Term(size), "data": Term(residual=difference, loss="cauchy", weight=0.0)}}
+# By what is not finite: f, the batch, and what is asked.
+SPOILT: dict[str, tuple[dict[str, Any], tuple[Any, ...], Callable[[BatchOptimizer], Any]]] = {
+    "loss is nan": ({"loss_fn": misfit}, (spoilt(math.nan), ONES), lambda opt: opt.evaluate()),
+    "gradient is not finite": ({"loss_fn": root}, (spoilt(0.0),), lambda opt: opt.evaluate()),
+    "total is not finite": ({"loss_fn": size}, (spoilt(math.inf),), lambda opt: opt.total(lambda m, x, y: x.sum(0))),
+    "Hessian-vector product is not finite": ({"loss_fn": bent}, (spoilt(0.0),), lambda opt: opt.hvp(HUGE)),
+    "normal equations is not finite": ({"residual": difference}, (ONES, spoilt(-math.inf)), lambda opt: opt.normal()),
+    "loss is inf": (
+        ROBUST,
+        ({"one": ONES[:9], "data": (Weighted(ONES, ONES[:, 0]), spoilt(math.inf))},),
+        lambda opt: opt.evaluate(),
+    ),
+    "full gradient: loss is nan": (
+        {"loss_fn": misfit},
+        (ONES, ONES),
+        lambda opt: opt.full_gradient([(ONES, ONES), (spoilt(math.nan), ONES)])[1],
+    ),
+}
+
+
+@pytest.mark.parametrize("parallelize", [1, 2])
+@pytest.mark.parametrize("what", SPOILT)
+def test_what_is_not_finite_names_its_sample_and_is_returned_where_that_is_wanted(what: str, parallelize: int) -> None:
+    given, batch, ask = SPOILT[what]
+    module = nn.Linear(1, 1).double()
+    nn.init.ones_(module.weight)
+    nn.init.zeros_(module.bias)
+    options: dict[str, Any] = {"optimizer": None, "parallelize": parallelize, "chunk_size": 3, "check_cut": False}
+    words = rf"{what.split(': ')[-1]} in chunk \d \(sample 7( of term 'data')?\)"
+    with loaded(module, None, *batch, **given, **options) as opt:
+        before = opt.parameters.clone(), opt.eval_counter, extending.product_counter(opt), opt.losses
+        with pytest.raises(NonFiniteError, match=words) as caught:
+            ask(opt)
+        assert ("terms" in given) == ("of term 'data'" in str(caught.value))
+        assert caught.value.terms == {"data": range(7, 8)} if "terms" in given else caught.value.samples == range(7, 8)
+        assert torch.equal(opt.parameters, before[0])
+        if "full" not in what:
+            assert (opt.eval_counter, extending.product_counter(opt), opt.losses) == before[1:]
+    with loaded(module, None, *batch, **given, **options, on_nonfinite="return") as opt:
+        found = ask(opt)
+        found = found[1] if isinstance(found, tuple) else found if "gradient" not in what else opt.grad_parameters
+        assert "full" in what or not found.isfinite().all()
+
+
+# ---- exceptions that mean so
 
 
 class OddError(ArithmeticError):

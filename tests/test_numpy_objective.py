@@ -185,14 +185,12 @@ def test_what_can_be_a_point() -> None:
 
 METHODS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "L-BFGS-B": lambda objective: {"options": {"gtol": 1e-9, "ftol": 0.0, "maxcor": 30}},
-    "BFGS": lambda objective: {"options": {"gtol": 1e-9}},
-    "trust-ncg": lambda objective: {"hessp": objective.hvp, "options": {"gtol": 1e-9}},
     "Newton-CG": lambda objective: {"hessp": objective.hvp, "options": {"xtol": 1e-10}},
 }
 
 
 @pytest.mark.rows
-@pytest.mark.parametrize("method", [*METHODS, "L-BFGS-B with bounds"])
+@pytest.mark.parametrize("method", ["L-BFGS-B with bounds", "Newton-CG"])
 def test_scipy_finds_the_minimum(method: str) -> None:
     """It is unique: there the gradient is 0, but at a bound."""
     name, _, bounded = method.partition(" with ")
@@ -209,13 +207,11 @@ def test_scipy_finds_the_minimum(method: str) -> None:
         assert opt.evaluate().item() == pytest.approx(found.fun, rel=1e-12)
 
 
-@pytest.mark.rows
-@pytest.mark.parametrize("method", ["bfgs", "l-bfgs", "cg"])
-def test_a_torch_optimizer_of_another_library_finds_the_minimum(method: str) -> None:
+def test_a_torch_optimizer_of_another_library_finds_the_minimum() -> None:
     torchmin = pytest.importorskip("torchmin")
     work = ridge()
     with on(work, parallelize=2) as opt:
-        minimizer = torchmin.Minimizer(list(work.module.parameters()), method=method, tol=1e-8, max_iter=500)
+        minimizer = torchmin.Minimizer(list(work.module.parameters()), method="bfgs", tol=1e-8, max_iter=500)
         # it calls backward() on what the closure returns, which has no graph here: the gradients are there already
         minimizer.step(lambda: opt.evaluate().requires_grad_())
         opt.evaluate()

@@ -61,7 +61,7 @@ def everything(tmp_path: Path) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("here", KINDS)
+@pytest.mark.parametrize("here", ["torch.Adam", "batchopt.LBFGS", "None"])
 def test_a_state_of_another_class_is_refused_and_names_both(here: str, everything: Any, tmp_path: Path) -> None:
     path = tmp_path / "state"
     with optimizer(here, steps=2) as other:
@@ -78,7 +78,7 @@ def test_a_state_of_another_class_is_refused_and_names_both(here: str, everythin
                     other.load_state_dict(state)
                 with pytest.raises(CheckpointError, match=words):
                     other.load_checkpoint(path)
-                assert everything(other) == before
+        assert everything(other) == before
         for there in [here, *(there for there, reads in READS if reads == here)]:
             with optimizer(there) as one:
                 one.save(path)
@@ -122,8 +122,13 @@ BAD: list[tuple[list[Any], Any, str]] = [
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["torch.Adam", "batchopt.LBFGS"])
 def test_a_bad_entry_is_named_and_nothing_has_changed(kind: str, everything: Any) -> None:
-    with optimizer(kind) as one, optimizer(kind, steps=2) as other:
-        before = everything(other)
+    """At whatever entry, in the middle of what is not yet applied, and with the objects that it had."""
+    with optimizer(kind) as one, optimizer(kind, steps=2) as other, optimizer(kind, steps=2) as twin:
+        for opt in (other, twin):
+            opt.load(CASE.inputs, CASE.targets)
+            opt.evaluate()
+        assert isinstance(other.optimizer, torch.optim.Optimizer)
+        before, groups = everything(other), other.optimizer.param_groups
         for path, value, words in BAD:
             state = copy.deepcopy(one.state_dict())
             inner = functools.reduce(lambda inner, key: inner[key], path[:-1], state)
@@ -132,40 +137,14 @@ def test_a_bad_entry_is_named_and_nothing_has_changed(kind: str, everything: Any
                 del inner[path[-1]]
             with pytest.raises((ValueError, TypeError, RuntimeError), match=words):
                 other.load_state_dict(state)
-            assert everything(other) == before, path
         nothing: list[Any] = [None, [], "state", 3]
         for none in nothing:
             with pytest.raises(TypeError):
                 other.load_state_dict(none)
-        other.evaluate()  # the batch is still loaded
-        assert other.step(CASE.inputs, CASE.targets) > 0
-
-
-@pytest.mark.rows
-@pytest.mark.parametrize("kind", list(KINDS)[:-1])
-def test_one_that_has_refused_a_state_goes_on_as_one_that_was_never_asked(kind: str) -> None:
-    """At whatever entry it was refused, in the middle of what it has not yet applied, and with the objects it had."""
-    with optimizer(kind) as one, optimizer(kind, steps=2) as asked, optimizer(kind, steps=2) as twin:
-        states = []
-        for path, value, _ in BAD:
-            states.append(state := copy.deepcopy(one.state_dict()))
-            inner = functools.reduce(lambda inner, key: inner[key], path[: 2 if "state" in path else -1], state)
-            inner[path[2] if "state" in path else path[-1]] = value
-        for opt in (asked, twin):
-            opt.load(CASE.inputs, CASE.targets)
-            opt.evaluate()
-        assert isinstance(asked.optimizer, torch.optim.Optimizer)
-        groups, group = asked.optimizer.param_groups, dict(asked.optimizer.param_groups[0])
-        for state in states:
-            with pytest.raises((ValueError, TypeError, RuntimeError, AttributeError)):
-                asked.load_state_dict(state)
-        assert asked.optimizer.param_groups is groups and str(groups[0]) == str(group)
-        assert asked.evaluate() == twin.evaluate()
-        for _ in range(2):
-            assert asked.step(CASE.inputs, CASE.targets) == twin.step(CASE.inputs, CASE.targets)
-        assert asked.fingerprint() == twin.fingerprint()
-        found, expected = asked.state_dict(), twin.state_dict()
-        assert [str(found[name]) == str(expected[name]) for name in ("module", "optimizer", "history")] == [True] * 3
+        assert everything(other) == before and other.optimizer.param_groups is groups
+        assert other.evaluate() == twin.evaluate()  # the batch is still loaded
+        assert other.step(CASE.inputs, CASE.targets) == twin.step(CASE.inputs, CASE.targets)
+        assert other.fingerprint() == twin.fingerprint()
 
 
 def test_an_interrupt_is_undone_too(everything: Any) -> None:

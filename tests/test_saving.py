@@ -136,22 +136,6 @@ def test_a_gradient_takes_its_own_bytes(workers: int, closed: bool, tmp_path: Pa
 
 @pytest.mark.slow
 @each_case
-def test_x_and_its_gradient_are_what_the_module_has_all_the_same(workers: int, closed: bool) -> None:
-    module = Net()
-    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=workers) as opt:
-        opt.step(X, Y)
-        if closed:
-            opt.close()
-        opt.parameters.copy_(torch.arange(len(opt.parameters)))
-        opt.grad_parameters.copy_(torch.arange(len(opt.parameters)).neg())
-        parameters = [p for p in module.parameters() if p.requires_grad]
-        assert torch.equal(torch.cat([p.detach().flatten() for p in parameters]), opt.parameters)
-        gradients = [p.grad.flatten() for p in parameters if p.grad is not None]
-        assert torch.equal(torch.cat(gradients), opt.grad_parameters)
-
-
-@pytest.mark.slow
-@each_case
 def test_a_copy_is_the_owner_of_its_values(workers: int, closed: bool) -> None:
     with trained(workers, closed) as module:
         before = {name: tensor.clone() for name, tensor in module.state_dict().items()}

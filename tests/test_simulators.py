@@ -13,13 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scipy.integrate import solve_ivp
 from scipy.optimize import _numdiff
 
 import batchopt
 
 TIMES = torch.linspace(0, 3, 7, dtype=torch.float64)
-STARTS = torch.tensor([[1.0, 1.0], [2.0, 1.0], [1.0, 2.0], [3.0, 0.5], [0.5, 0.5]], dtype=torch.float64)
 CALLS: list[int] = []
 
 
@@ -45,30 +43,6 @@ class Waves(torch.nn.Module):
     def forward(self, times: torch.Tensor) -> torch.Tensor:
         called()
         return torch.as_tensor(waves(torch.cat([self.scale, self.rest]).numpy(), times.numpy()))
-
-
-class Orbits(torch.nn.Module):
-    """Predators and prey by SciPy's solver: a sample is a start."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rates = torch.nn.Parameter(torch.tensor([0.9, 0.5, 0.4, 1.1], dtype=torch.float64))
-
-    @batchopt.finite_differences(method="3-point")
-    def forward(self, starts: torch.Tensor) -> torch.Tensor:
-        a, b, c, d = self.rates.numpy()
-        found = [
-            solve_ivp(
-                lambda _, y: [a * y[0] - b * y[0] * y[1], c * y[0] * y[1] - d * y[1]],
-                (0, 3),
-                start,
-                t_eval=TIMES.numpy(),
-                rtol=1e-8,
-                atol=1e-8,
-            ).y.T
-            for start in starts.numpy()
-        ]
-        return torch.from_numpy(np.stack(found))
 
 
 class Plain(Waves):
@@ -142,35 +116,6 @@ def test_optimizers_find_what_they_find_with_a_graph(kind: str) -> None:
             found.append(opt.parameters.clone())
             assert opt.output < 1e-9
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.slow
-def test_bits_depend_on_no_worker_and_errors_of_the_fit_are_those_of_scipy() -> None:
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        truth = Orbits()
-        targets = truth(STARTS) + 0.01 * torch.randn(5, 7, 2, dtype=torch.float64, generator=generator)
-    prints = []
-    for workers in (1, 2):
-        model = Orbits()
-        torch.nn.init.constant_(model.rates, 0.7)
-        with batchopt.BatchOptimizer(
-            model, torch.nn.MSELoss(), optimizer=batchopt.LevenbergMarquardt, parallelize=workers, chunk_size=1
-        ) as opt:
-            opt.step(STARTS, targets)
-            prints.append(opt.fingerprint())
-            errors = opt.covariance().errors
-            x = opt.parameters.numpy().copy()
-    assert prints[0] == prints[1]
-
-    def residual(x: Any) -> Any:
-        with torch.no_grad():
-            model.rates.copy_(torch.as_tensor(x))
-            return (model(STARTS) - targets).reshape(-1).numpy()
-
-    rows = _numdiff.approx_derivative(residual, x, "3-point")
-    variance = np.square(residual(x)).sum() / (targets.numel() - 4)
-    np.testing.assert_allclose(errors, np.sqrt(np.diag(np.linalg.inv(rows.T @ rows)) * variance), rtol=1e-3)
 
 
 def test_a_point_takes_a_call_for_each_parameter_and_one_more() -> None:
@@ -595,27 +540,6 @@ class Steps(torch.nn.Module):
         rates, times = self.rates.numpy(), self.get_buffer("times").numpy()
         curve = (np.exp(-np.outer(times, rates)) * np.arange(1, 13)).sum(1)
         return torch.from_numpy(x.numpy()[:, :1] * curve + torch.rand(()).item())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("factory", [batchopt.LevenbergMarquardt, batchopt.LBFGS])
-def test_bits_of_dealt_columns_are_those_of_one_worker(tmp_path: Any, factory: Any) -> None:
-    x, y = torch.tensor([[1.0], [2.0]], dtype=torch.float64), torch.full((2, 20), 3.0, dtype=torch.float64)
-    found: list[tuple[Any, ...]] = []
-    for workers in (1, 3, 4):
-        model = Series(tmp_path / f"calls{workers}")
-        with batchopt.BatchOptimizer(
-            model, torch.nn.MSELoss(), optimizer=partial(factory, max_iter=2), parallelize=workers, chunk_size=1
-        ) as opt:
-            opt.load(x, y)
-            f, normal = opt.evaluate(), opt.normal()
-            assert model.unused.grad is None
-            found.append((f.item(), opt.grad_parameters.clone(), *normal))
-            opt.step(x, y)
-            found[-1] += (opt.fingerprint(), *(b.clone() for b in model.buffers()))
-    for other in found[1:]:
-        for one, two in zip(found[0], other, strict=True):
-            assert torch.equal(torch.as_tensor(one), torch.as_tensor(two)) if type(one) is not str else one == two
 
 
 def test_columns_are_dealt_to_workers(tmp_path: Any) -> None:

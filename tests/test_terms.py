@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -94,26 +92,6 @@ def test_terms_on_another_device(chunk_size: int | None) -> None:
             assert opt.evaluate().item() == pytest.approx(whole.item(), rel=1e-12)
 
 
-def test_a_new_worker_knows_the_weights(tmp_path: Path) -> None:
-    flag = str(tmp_path / "killed")
-
-    def die_once(worker: Worker, sample: Sample) -> None:
-        if worker.rank == 1 and os.path.exists(flag):
-            os.remove(flag)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    module, weights = network(), {"pde": 0.25, "data": 3.0}
-    expected = plain(module, weights)
-    with BatchOptimizer(module, terms=terms(), optimizer=None, parallelize=2, chunk_size=2, prehook=die_once) as opt:
-        opt.weights = weights
-        opt.load(data())
-        Path(flag).touch()
-        agrees(opt, *expected)
-        opt.run_on_workers(lambda worker: None)  # waits for the new one
-        agrees(opt, *expected)
-        assert not os.path.exists(flag) and opt.workers[1].restarts == 1
-
-
 @EACH
 def test_new_weights_count_from_the_next_batch_on(parallelize: int) -> None:
     module = network()
@@ -184,26 +162,6 @@ def test_an_error_in_a_term_names_it_and_its_samples(parallelize: int) -> None:
         with pytest.raises(WorkerError, match=r"samples 0\.\.6 of term 'bc': no"):
             opt.load({"pde": batch["pde"], "bc": ([*batch["data"][0]], [*batch["data"][1]])})
             opt.evaluate()
-
-
-@EACH
-@pytest.mark.parametrize("weight", [10.0, 0.0])
-def test_a_number_that_is_not_finite_is_found_in_its_term(parallelize: int, weight: float) -> None:
-    batch = data()
-    batch["data"][1][4] = math.nan
-    with BatchOptimizer(
-        network(), terms=terms(data=weight), optimizer="sgd", parallelize=parallelize, chunk_size=7
-    ) as opt:
-        with pytest.raises(NonFiniteError, match=r"^loss is nan in chunk 3 \(sample 4 of term 'data'\)") as caught:
-            opt.step(batch)
-        assert caught.value.terms == {"data": range(4, 5)}
-        assert opt.losses == {}
-        opt.step(data())
-        before = opt.losses
-        assert before.keys() == {"pde", "data"}
-        with pytest.raises(NonFiniteError, match="of term 'data'"):
-            opt.step(batch)
-        assert opt.losses == before
 
 
 def test_an_infinite_sum_is_returned_where_that_is_wanted_and_is_no_number_for_the_optimizer() -> None:

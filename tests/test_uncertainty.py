@@ -41,11 +41,9 @@ def covariance(
     kind: str | None = None,
     *,
     sigma: float | None = None,
-    parallelize: int = 1,
-    chunk_size: int | None = None,
 ) -> Covariance:
     """At the module's parameters, without a step."""
-    with BatchOptimizer(module, criterion, optimizer=None, parallelize=parallelize, chunk_size=chunk_size) as opt:
+    with BatchOptimizer(module, criterion, optimizer=None) as opt:
         opt.load(x, y)
         return opt.covariance(kind, sigma=sigma)
 
@@ -481,21 +479,6 @@ def test_in_single_precision_the_digits_that_are_left_are_right() -> None:
         assert ("rounding leaves" in str(found.summary())) == (found.digits < 3)
     assert digits[0] > 7 > digits[1]
     torch.testing.assert_close(errors[1], errors[0], rtol=10.0 ** -digits[1], atol=0.0)
-
-
-@pytest.mark.slow
-@pytest.mark.rows
-@pytest.mark.parametrize("kind", ["least squares", "likelihood", "sandwich"])
-def test_bits_are_the_same_for_any_number_of_workers(kind: str) -> None:
-    torch.manual_seed(0)
-    criterion, y = (nn.MSELoss(), PREDICTOR) if kind == "least squares" else (nn.BCEWithLogitsLoss(), CLICKED)
-    found = []
-    for workers in (1, 2):
-        model = Regression(3)
-        nn.init.constant_(model.weight, 0.1)
-        found.append(covariance(model, criterion, X, y, kind, parallelize=workers, chunk_size=60))
-    one, two = found
-    assert torch.equal(one.matrix, two.matrix) and one.distance == two.distance and one.variance == two.variance
 
 
 def test_a_summary_is_a_table_and_plain_data() -> None:

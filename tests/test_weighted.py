@@ -11,7 +11,7 @@ import torch
 from scipy.optimize import least_squares
 from torch import nn
 
-from batchopt import BatchOptimizer, LevenbergMarquardt, NonFiniteError, Term, Weighted
+from batchopt import BatchOptimizer, Term, Weighted
 from tests.building import loaded
 from tests.workloads import difference
 
@@ -197,26 +197,3 @@ def test_at_any_magnitude(loss: str) -> None:
             torch.testing.assert_close(2 * normal.vector, opt.grad_parameters, rtol=1e-9, atol=0.0)
             found.append(f)
     assert found == sorted(found)
-
-
-@pytest.mark.slow
-@pytest.mark.rows
-@pytest.mark.parametrize("options", [{"geodesic": True}, {"dense": 0}])
-def test_geodesic_steps_and_products_without_a_matrix(options: dict[str, Any]) -> None:
-    module = network()
-    optimizer = LevenbergMarquardt(module.parameters(), max_iter=30, **options)
-    terms = {"data": Term(residual=difference, loss="cauchy", scale=0.5)}
-    with BatchOptimizer(module, terms=terms, optimizer=optimizer) as opt:
-        opt.load({"data": (Weighted(X, W), Y)})
-        before = opt.evaluate().item()
-        assert opt.step({"data": (Weighted(X, W), Y)}) < 0.5 * before
-
-
-def test_a_residual_that_is_not_finite_is_named() -> None:
-    targets = Y.clone()
-    targets[11] = math.inf
-    with loaded(
-        network(), None, {"one": (Weighted(X, W), targets)}, terms={"one": Term(residual=difference, loss="cauchy")}
-    ) as opt:
-        with pytest.raises(NonFiniteError, match="11"):
-            opt.evaluate()

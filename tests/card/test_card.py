@@ -80,47 +80,30 @@ def both(do: Callable[[BatchOptimizer, torch.Tensor, torch.Tensor], Any], device
     torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("chunk_size", [None, 7])
-def test_f_and_its_gradient(device: torch.device, chunk_size: int | None) -> None:
-    both(lambda opt, x, y: [opt.evaluate(), opt.grad_parameters], device, chunk_size=chunk_size)
-
-
-@pytest.mark.parametrize("optimizer", ["sgd", "adam", "cg", "lbfgs", "ssbroyden", "lm", "torch's lbfgs"])
-def test_steps(device: torch.device, optimizer: str) -> None:
-    options: dict[str, Any] = {"residual": residual} if optimizer == "lm" else {}
-    both(lambda opt, x, y: [opt.step(x, y) for _ in range(3)], device, optimizer=short(optimizer), **options)
-
-
 def ones(opt: BatchOptimizer, *shape: int) -> torch.Tensor:
     return torch.ones_like(opt.parameters).repeat(*shape, 1).squeeze(0)
 
 
-@pytest.mark.parametrize(
-    "do",
-    [
-        pytest.param(lambda opt, x, y: [opt.hvp(ones(opt, 1))], id="hvp"),
-        pytest.param(lambda opt, x, y: [opt.hvp(ones(opt, 3).T)], id="hvp of columns"),
-        pytest.param(lambda opt, x, y: [opt.predict(x)], id="predict"),
-        pytest.param(lambda opt, x, y: [opt.predict(x.cpu())], id="predict of a batch on the CPU"),
-        pytest.param(lambda opt, x, y: [opt.collect(lambda m, x, y: m(x) * y)], id="collect"),
-        pytest.param(lambda opt, x, y: [opt.total(lambda m, x, y: (m(x) * y).sum())], id="total"),
-        pytest.param(
-            lambda opt, x, y: opt.evaluate_many(torch.stack([opt.parameters.detach(), 2 * opt.parameters.detach()])),
-            id="evaluate_many",
-        ),
-    ],
-)
-def test_products_and_tasks(device: torch.device, do: Any) -> None:
-    both(do, device)
+ASKED: list[Callable[[BatchOptimizer, torch.Tensor, torch.Tensor], Any]] = [
+    lambda opt, x, y: [opt.hvp(ones(opt, 1))],
+    lambda opt, x, y: [opt.hvp(ones(opt, 3).T)],
+    lambda opt, x, y: [opt.predict(x), opt.predict(x.cpu())],
+    lambda opt, x, y: [opt.collect(lambda m, x, y: m(x) * y)],
+    lambda opt, x, y: [opt.total(lambda m, x, y: (m(x) * y).sum())],
+    lambda opt, x, y: opt.evaluate_many(torch.stack([opt.parameters.detach(), 2 * opt.parameters.detach()])),
+    lambda opt, x, y: [opt.residuals(), opt.gram(), *(part for part in opt.normal() if part is not None)],
+]
 
 
-@pytest.mark.parametrize("name", ["residuals", "normal", "gram"])
-def test_least_squares(device: torch.device, name: str) -> None:
-    def do(opt: BatchOptimizer, *_: Any) -> list[torch.Tensor]:
-        found = getattr(opt, name)()
-        return [part for part in found if isinstance(part, torch.Tensor)] if isinstance(found, tuple) else [found]
+def test_products_and_tasks(device: torch.device) -> None:
+    for ask in ASKED:
+        both(ask, device, residual=residual)
 
-    both(do, device, residual=residual)
+
+@pytest.mark.parametrize("optimizer", ["cg", "lm", "torch's lbfgs"])
+def test_steps(device: torch.device, optimizer: str) -> None:
+    """Those of others are in `test_graphs.py`."""
+    both(lambda opt, x, y: [opt.step(x, y) for _ in range(3)], device, optimizer=short(optimizer), residual=residual)
 
 
 def test_check_compares_what_is_recorded(recorded: list[Any], device: torch.device) -> None:

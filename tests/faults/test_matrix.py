@@ -122,8 +122,8 @@ def test_a_death_at_any_moment_costs_the_chunk_at_hand(
     check(ended, oracle, work, lost(fault, work, parallelize))
 
 
-BETWEEN = {"task": ["task"], "change": ["change"], "change and task": ["change", "task"]}
-BETWEEN |= {"task and change": ["task", "change"], "both again": ["task", "change", "task", "change"]}
+BETWEEN = {"change and task": ["change", "task"], "task and change": ["task", "change"]}
+BETWEEN |= {"both again": ["task", "change", "task", "change"]}
 
 
 def deaths_between() -> list[Any]:

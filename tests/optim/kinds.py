@@ -44,6 +44,8 @@ OF_SQUARES: dict[str, Make] = {
     "lm products": functools.partial(batchopt.LevenbergMarquardt, dense=0),
 }
 KINDS = {**SEARCHES, **OF_SQUARES}
+# One of each algorithm, and a box, cover every branch; the others differ from these in a formula.
+FEW = {name: KINDS[name] for name in ("lbfgs", "lbfgs in a box", "cg", "ssbroyden", "lm")}
 NO_END: dict[str, Any] = {"tolerance_grad": 0.0, "tolerance_change": 0.0}
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from batchopt import Iteration, Result, Status
 from benchmarks.problems import PROBLEMS
 from tests.optim.kinds import (
+    FEW,
     KINDS,
     NO_END,
     OF_SQUARES,
@@ -36,7 +37,7 @@ FUNCTIONS: dict[str, tuple[Function, torch.Tensor]] = {
     "product": (product, small(2)),
     **{
         name: (NAMED[name].function, torch.tensor(NAMED[name].start, dtype=torch.float64))
-        for name in ("Meyer", "Osborne 1", "Wood", "Trigonometric")
+        for name in ("Meyer", "Osborne 1")
     },
 }
 SQUARES: dict[str, tuple[Function, torch.Tensor]] = {
@@ -106,7 +107,7 @@ def test_of_levenberg_marquardt(residuals: str, kind: str, of_r: int, of_x: int)
 
 
 @pytest.mark.rows
-@pytest.mark.parametrize("of_f", [-100, -60, -40, 40, 60, 100])
+@pytest.mark.parametrize("of_f", [-100, -40, 60])
 @pytest.mark.parametrize("kind", SEARCHES)
 def test_in_single_precision_squares_of_gradients_may_be_no_numbers(kind: str, of_f: int) -> None:
     options = {"max_iter": 500, "tolerance_grad": 1e-4 * 2.0**of_f, "tolerance_change": 0.0}
@@ -125,8 +126,8 @@ def test_in_single_precision_steps_may_be_no_numbers(kind: str, of_x: int) -> No
 
 
 @pytest.mark.rows
-@pytest.mark.parametrize("of_f, of_x", [(1e13, 1e-7), (1e50, 1.0), (1e-50, 1.0), (1.0, 1e50), (1.0, 1e-50)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("of_f, of_x", [(1e13, 1e-7), (1e-50, 1.0), (1.0, 1e50)])
+@pytest.mark.parametrize("kind", FEW)
 def test_in_any_units_the_minimum_is_found(kind: str, of_f: float, of_x: float) -> None:
     options = {"max_iter": 500, "tolerance_grad": 1e-6 * of_f / of_x, "tolerance_change": 0.0}
     problem = Problem(KINDS[kind], lambda x: of_f**0.5 * logits(x / of_x), of_x * start(), **options)

@@ -120,6 +120,12 @@ def test_epochs_that_are_taken_as_done() -> None:
     assert seen == [(4, number, 15 + number) for number in range(1, 6)]
     assert (state.epoch, position.epoch, position.iteration) == (4, 4, 20)
     assert trained(position, epochs=4)[1].iteration == 20  # nothing is left to do
+    with optimizer() as whole, optimizer() as again:
+        fit(whole, batches(), epochs=3)
+        same = batches()
+        for epochs in (1, 3):
+            fit(again, same, epochs=epochs)
+        assert again.fingerprint() == whole.fingerprint()
     with pytest.raises(ValueError, match="`begin_epoch` is 3, but these Batches are in epoch 4"):
         trained(position, epochs=5, begin_epoch=3)
 
@@ -254,6 +260,21 @@ RECORD = Record("twice.jsonl")
 def test_wrong_arguments_are_named(options: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         trained(**options)
+
+
+NO_BATCHES: list[Callable[[], Any]] = [
+    lambda: (torch.zeros(0, 3), torch.zeros(0, 1)),
+    list,
+    lambda: Batches((torch.zeros(3, 3), torch.zeros(3, 1)), 10, drop_last=True),
+    lambda: DataLoader(TensorDataset(torch.zeros(3, 3), torch.zeros(3, 1)), batch_size=10, drop_last=True),
+]
+
+
+def test_an_epoch_without_batches_is_an_error_that_says_so() -> None:
+    with optimizer() as opt:
+        for data in NO_BATCHES:
+            with pytest.raises(ValueError, match=r"0 samples|leaves them out|empty"):
+                fit(opt, data(), epochs=1)
 
 
 def test_an_optimizer_of_torch_is_none_of_ours() -> None:
