@@ -243,8 +243,8 @@ class BatchOptimizer(Studies):
         `paused`. Default: none.
 
         SGD, and any method with fixed steps, moves after its last evaluation; torch's L-BFGS may end at an earlier one:
-        `evaluate()` says what f is there. After an exception parameters, buffers, counters
-        and the optimizer's state are as before, but for Ctrl-C with `on_interrupt="keep"`.
+        `evaluate()` says what f is there. After an exception parameters, buffers, counters and the optimizer's state
+        are as before, but for Ctrl-C with `on_interrupt="keep"`; the curvature that `LBFGS` has learned is dropped.
 
         >>> losses = [opt.step(x, y) for _ in range(3)]
         >>> losses[0] > losses[1] > losses[2] == opt.output

@@ -22,8 +22,8 @@ from batchopt_workers.batch.batch import Batch
 
 class Steps(Watch):
     """Makes steps. After an exception parameters, buffers, counters, history and the optimizer's state are as before,
-    but for a `KeyboardInterrupt` after which an optimizer has set the best point, if that is to be kept. Once a step
-    has counted it is made, whatever observers of its end raise."""
+    less what `Rollback` forgets; but for a `KeyboardInterrupt` after which an optimizer has set the best point, if that
+    is to be kept. Once a step has counted it is made, whatever observers of its end raise."""
 
     def __init__(self, engine: Engine, rollback: Rollback, requests: StopRequests) -> None:
         self.requests, self._engine, self._rollback = requests, engine, rollback
