@@ -14,7 +14,6 @@ from torch import nn
 from batchopt import LBFGS, BatchoptError, BatchOptimizer, CheckpointError, Term, WorkerError, extending, hogwild
 from tests.workloads import difference
 
-EACH = pytest.mark.parametrize("parallelize", [1, 2])
 SAMPLES, WIDTH, MODES = 12, 3, 4
 X = torch.linspace(-2.0, 2.0, SAMPLES * 8, dtype=torch.float64).reshape(SAMPLES, 8).sin()
 Y = torch.linspace(-1.0, 3.0, SAMPLES * 2, dtype=torch.float64).reshape(SAMPLES, 2).cos()
@@ -118,13 +117,12 @@ def close(found: Any, right: Any, tolerance: float = 1e-10) -> None:
 
 @pytest.mark.slow
 @pytest.mark.rows
-@EACH
 @PAIR
 @pytest.mark.filterwarnings("ignore:.*rows of the Jacobian took a backward each")
-def test_everything_is_as_for_real_pairs(make: Make, options: dict[str, Any], parallelize: int) -> None:
+def test_everything_is_as_for_real_pairs(make: Make, options: dict[str, Any]) -> None:
     module, twin = make(False), make(True)
     at = places(module, twin)
-    with loaded(module, options, parallelize=parallelize) as opt, loaded(twin, options) as right:
+    with loaded(module, options, parallelize=2) as opt, loaded(twin, options) as right:
         assert opt.parameters.dtype is torch.float64
         assert torch.equal(opt.parameters, right.parameters[at])
         close(opt.evaluate(), right.evaluate())
@@ -181,10 +179,9 @@ def test_complex_numbers_are_aligned_behind_an_odd_number_of_real_ones() -> None
 # ---- parameters with other memory
 
 
-@EACH
-def test_other_memory_is_taken_over(parallelize: int) -> None:
+def test_other_memory_is_taken_over() -> None:
     module = Waves(False)
-    with loaded(module, MSE, parallelize=parallelize) as opt:
+    with loaded(module, MSE, parallelize=2) as opt:
         opt.evaluate()
         other = weights(9, False, 3, 2).data
         module.second.data = other.clone()
@@ -213,10 +210,9 @@ def test_a_conjugate_parameter_keeps_its_values() -> None:
 
 
 @pytest.mark.slow
-@EACH
-def test_hogwild_and_loss_train_complex_parameters(parallelize: int) -> None:
+def test_hogwild_and_loss_train_complex_parameters() -> None:
     module: Any = Operator(False)
-    with loaded(module, MSE, parallelize=parallelize) as opt:
+    with loaded(module, MSE, parallelize=2) as opt:
         first = opt.evaluate().item()
         module.zero_grad()
         (opt.loss() + module.layers[0].weight.abs().square().sum()).backward()

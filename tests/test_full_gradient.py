@@ -13,8 +13,6 @@ from torch import nn
 from batchopt import BatchoptError, BatchOptimizer, NonFiniteError, Term
 from tests.workloads import Workload, logistic, misfit, mlp, rnn
 
-WORKERS = pytest.mark.parametrize("parallelize", [1, 2])
-
 
 def batches(work: Workload, size: int) -> list[Any]:
     """The last one may be smaller."""
@@ -80,13 +78,12 @@ def test_one_term_is_weighed_and_several_are_an_error() -> None:
 
 
 @pytest.mark.slow
-@WORKERS
-def test_draws_buffers_and_the_next_step_are_as_without(parallelize: int) -> None:
+def test_draws_buffers_and_the_next_step_are_as_without() -> None:
     def run(measured: bool) -> tuple[str, dict[str, torch.Tensor]]:
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 4)).double()
         work = mlp()
-        options: dict[str, Any] = {"optimizer": "sgd", "parallelize": parallelize, "chunk_size": 5}
+        options: dict[str, Any] = {"optimizer": "sgd", "parallelize": 2, "chunk_size": 5}
         with BatchOptimizer(net, nn.MSELoss(), **options) as opt:
             opt.step(work.inputs[:20], work.targets[:20])
             if measured:
@@ -102,8 +99,7 @@ def test_draws_buffers_and_the_next_step_are_as_without(parallelize: int) -> Non
     assert all(torch.equal(state[name], states[name]) for name in state)
 
 
-@WORKERS
-def test_what_goes_wrong_leaves_counters_and_parameters(parallelize: int) -> None:
+def test_what_goes_wrong_leaves_counters_and_parameters() -> None:
     work = mlp()
     bad = work.inputs.clone()
     bad[25] = math.nan
@@ -112,7 +108,7 @@ def test_what_goes_wrong_leaves_counters_and_parameters(parallelize: int) -> Non
         yield from batches(work, 10)[:2]
         raise OSError("no more")
 
-    with BatchOptimizer(work.module, work.criterion, parallelize=parallelize) as opt:
+    with BatchOptimizer(work.module, work.criterion, parallelize=2) as opt:
         before = opt.fingerprint()
         with pytest.raises(NonFiniteError, match="sample 5"):
             opt.full_gradient(batches(Workload(work.module, work.criterion, bad, work.targets), 10))

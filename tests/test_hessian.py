@@ -20,7 +20,6 @@ WAYS = pytest.mark.parametrize(
     [{"parallelize": 1}, {"chunk_size": 5}, {"parallelize": 2, "chunk_size": 5}],
     ids=str,
 )
-EACH = pytest.mark.parametrize("parallelize", [1, 2])
 
 
 def direction(module: nn.Module, seed: int = 0) -> torch.Tensor:
@@ -83,8 +82,7 @@ def test_wherever_the_numbers_of_a_vector_lie_the_bits_are_the_same() -> None:
     assert len(found) == 1
 
 
-@EACH
-def test_a_product_sees_the_draws_and_leaves_the_buffers_of_its_step(parallelize: int) -> None:
+def test_a_product_sees_the_draws_and_leaves_the_buffers_of_its_step() -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.4), nn.Linear(8, 1)).double()
     x, y = torch.randn(24, 3).double(), torch.randn(24, 1).double()
@@ -92,7 +90,7 @@ def test_a_product_sees_the_draws_and_leaves_the_buffers_of_its_step(parallelize
     h = 1e-5
     with (
         pytest.warns(UserWarning, match="BatchNorm1d"),
-        BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=parallelize, chunk_size=8) as opt,
+        BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=2, chunk_size=8) as opt,
     ):
         opt.load(x, y)
         statistics = [buffer.clone() for buffer in module.buffers()]
@@ -153,11 +151,10 @@ def squared_once() -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 @pytest.mark.skipif(torch.__version__ < "2.7", reason="functions of a script cannot be pickled there")
-@EACH
-def test_a_module_without_a_second_derivative_is_an_error_with_torchs_words(parallelize: int) -> None:
+def test_a_module_without_a_second_derivative_is_an_error_with_torchs_words() -> None:
     work, squared = mlp(), squared_once()
     once = Workload(work.module, lambda o, y: squared(o - y).square().mean(), work.inputs, work.targets)
-    with on(once, parallelize=parallelize, chunk_size=10) as opt:
+    with on(once, parallelize=2, chunk_size=10) as opt:
         loss = opt.evaluate()
         with pytest.raises(WorkerError, match="once_differentiable"):
             opt.hvp(direction(work.module))

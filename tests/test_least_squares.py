@@ -14,7 +14,6 @@ from batchopt import BatchOptimizer, LevenbergMarquardt, Term, WorkerError, exte
 from tests.building import loaded
 from tests.workloads import Mlp
 
-EACH = pytest.mark.parametrize("parallelize", [1, 2])
 X = torch.linspace(-2.0, 2.0, 60 * 3, dtype=torch.float64).reshape(60, 3).sin()
 Y = torch.linspace(-1.0, 3.0, 60 * 2, dtype=torch.float64).reshape(60, 2).cos()
 
@@ -60,13 +59,12 @@ class Bent(Mlp):
 
 @pytest.mark.slow
 @pytest.mark.rows
-@EACH
 @pytest.mark.filterwarnings("ignore:.*rows of the Jacobian took a backward each")
 @pytest.mark.parametrize("function", [Once.apply, ByNumpy.apply])
-def test_products_with_what_can_be_differentiated_once_are_refused(parallelize: int, function: Any) -> None:
+def test_products_with_what_can_be_differentiated_once_are_refused(function: Any) -> None:
     torch.manual_seed(0)
     module = Bent(function).double()
-    with loaded(module, nn.MSELoss(), X, Y, parallelize=parallelize) as opt:
+    with loaded(module, nn.MSELoss(), X, Y, parallelize=2) as opt:
         v = torch.linspace(-1.0, 1.0, len(opt.parameters), dtype=torch.float64)
         lm = LevenbergMarquardt(module.parameters(), dense=0, max_iter=50)
         for product in (lambda: opt.jvp(v), lambda: opt.gauss_newton(v), lambda: lm.step(extending.closure(opt))):
@@ -80,13 +78,11 @@ def test_products_with_what_can_be_differentiated_once_are_refused(parallelize: 
         assert opt.evaluate() < before
 
 
-@pytest.mark.rows
-@EACH
-def test_products_through_attention(parallelize: int) -> None:
+def test_products_through_attention() -> None:
     torch.manual_seed(0)
     x, y = torch.randn(8, 5, 8), torch.randn(8, 5, 8)
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-    with loaded(layer, nn.MSELoss(), x, y, parallelize=parallelize) as opt:
+    with loaded(layer, nn.MSELoss(), x, y, parallelize=2) as opt:
         v = torch.linspace(-1.0, 1.0, len(opt.parameters))
         product = opt.normal().matrix @ v.double()
         torch.testing.assert_close(opt.gauss_newton(v).double(), product, rtol=1e-4, atol=1e-6)
@@ -106,12 +102,10 @@ class Coupled(nn.Linear):
         return torch.cat([y, coupled + coupled.mean()])
 
 
-@pytest.mark.rows
-@EACH
-def test_samples_that_are_coupled_are_found_wherever_they_are(parallelize: int) -> None:
+def test_samples_that_are_coupled_are_found_wherever_they_are() -> None:
     module = Coupled(3, 2).double()
     words = "the residuals of a sample depend on the other samples of its chunk"
-    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=parallelize, chunk_size=30) as opt:
+    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=2, chunk_size=30) as opt:
         for module.from_there in (17, 99, 99, 17):
             opt.load(X, Y)
             if module.from_there == 17:
@@ -135,10 +129,9 @@ def _halves(y: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.rows
-@EACH
 @pytest.mark.parametrize("couple", [_mean_of_all, _neighbours, _halves])
 def test_samples_that_are_coupled_in_a_later_batch_are_found_where_they_are_evaluated_together(
-    parallelize: int, couple: Callable[[torch.Tensor], torch.Tensor]
+    couple: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
     """Residuals that differentiate the output need all samples at once: a block is then the whole chunk."""
 
@@ -153,7 +146,7 @@ def test_samples_that_are_coupled_in_a_later_batch_are_found_where_they_are_eval
     x = torch.randn(24, 3).double().clamp(-2.0, 2.0)
     module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
     far = torch.cat([x[:-1], torch.full((1, 3), 6.0).double()])
-    options: dict[str, Any] = {"residual": residual, "parallelize": parallelize, "chunk_size": 12}
+    options: dict[str, Any] = {"residual": residual, "parallelize": 2, "chunk_size": 12}
     with BatchOptimizer(module, optimizer=None, **options) as opt:
         for points, is_coupled in ((x, False), (x + 0.1, False), (torch.cat([far, far]), True), (x, False)):
             opt.load(points)
@@ -169,14 +162,13 @@ def test_samples_that_are_coupled_in_a_later_batch_are_found_where_they_are_eval
 
 
 @pytest.mark.slow
-@EACH
 @pytest.mark.filterwarnings("ignore:.*rows of the Jacobian took a backward each")
-def test_a_list_of_samples(parallelize: int) -> None:
+def test_a_list_of_samples() -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
 
     def found(inputs: Any, targets: Any) -> list[torch.Tensor]:
-        with loaded(module, nn.MSELoss(), inputs, targets, parallelize=parallelize) as opt:
+        with loaded(module, nn.MSELoss(), inputs, targets, parallelize=2) as opt:
             v = torch.linspace(-1.0, 1.0, len(opt.parameters), dtype=torch.float64)
             squares, x = opt.objective().least_squares(), opt.objective().x0
             by_numpy = [squares.fun(x), squares.jac(x), squares.operator(x).rmatvec(squares.fun(x))]
@@ -187,15 +179,14 @@ def test_a_list_of_samples(parallelize: int) -> None:
         torch.testing.assert_close(one, two)
 
 
-@EACH
 @pytest.mark.filterwarnings("ignore:.*rows of the Jacobian took a backward each")
-def test_samples_of_any_number_of_residuals(parallelize: int) -> None:
+def test_samples_of_any_number_of_residuals() -> None:
     lengths = [1, 3, 2, 1]
     inputs = [X[i : i + length] for i, length in enumerate(lengths)]
     targets = [Y[i : i + length, :1] for i, length in enumerate(lengths)]
     terms = {"a": Term(residual=lambda module, x, y: module(x) - y, reduction="sum")}
     torch.manual_seed(0)
-    with loaded(nn.Linear(3, 1).double(), None, {"a": (inputs, targets)}, terms=terms, parallelize=parallelize) as opt:
+    with loaded(nn.Linear(3, 1).double(), None, {"a": (inputs, targets)}, terms=terms, parallelize=2) as opt:
         opt.evaluate()
         torch.testing.assert_close(2 * opt.vjp(opt.residuals()), opt.grad_parameters)
         rows = torch.cat([torch.cat([x, torch.ones(len(x), 1, dtype=torch.float64)], 1) for x in inputs])
@@ -204,14 +195,13 @@ def test_samples_of_any_number_of_residuals(parallelize: int) -> None:
 
 
 @pytest.mark.slow
-@EACH
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.filterwarnings("ignore:.*rows of the Jacobian took a backward each")
-def test_sparse_gradients(parallelize: int) -> None:
+def test_sparse_gradients() -> None:
     def found(sparse: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
         module = nn.Sequential(nn.Embedding(5, 3, sparse=sparse), nn.Linear(3, 2), nn.Tanh()).double()
-        with loaded(module, nn.MSELoss(), torch.arange(60) % 5, Y, parallelize=parallelize) as opt:
+        with loaded(module, nn.MSELoss(), torch.arange(60) % 5, Y, parallelize=2) as opt:
             v = torch.linspace(-1.0, 1.0, len(opt.parameters), dtype=torch.float64)
             return [opt.normal().matrix, opt.gauss_newton(v), opt.jvp(v), opt.vjp(opt.residuals()), opt.gram()]
 

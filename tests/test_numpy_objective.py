@@ -18,8 +18,6 @@ from tests.building import loaded, on
 from tests.changes import CHANGES, World
 from tests.workloads import Mlp, Workload, logistic, mlp
 
-WORKERS = pytest.mark.parametrize("parallelize", [1, 2])
-
 
 def ridge() -> Workload:
     """Logistic regression with a unique minimum."""
@@ -38,10 +36,9 @@ def ridge() -> Workload:
     return Workload(Penalised(), None, work.inputs, targets)  # type: ignore[arg-type]
 
 
-@WORKERS
-def test_value_gradient_and_curvature_are_those_of_the_module(parallelize: int) -> None:
+def test_value_gradient_and_curvature_are_those_of_the_module() -> None:
     work = mlp()
-    with on(work, parallelize=parallelize) as opt:
+    with on(work, parallelize=2) as opt:
         objective = opt.objective()
         x = objective.x0 + 0.1
         v = np.sin(np.arange(len(x)))
@@ -58,10 +55,9 @@ def test_value_gradient_and_curvature_are_those_of_the_module(parallelize: int) 
         np.testing.assert_allclose(product, (ahead - behind) / (2 * h), rtol=1e-5, atol=1e-8)
 
 
-@WORKERS
-def test_calls_leave_parameters_as_they_were(parallelize: int) -> None:
+def test_calls_leave_parameters_as_they_were() -> None:
     work = mlp()
-    with on(work, parallelize=parallelize) as opt:
+    with on(work, parallelize=2) as opt:
         objective = opt.objective()
         x = objective.x0
         before = opt.parameters.clone()
@@ -82,10 +78,9 @@ def picky(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-@WORKERS
-def test_calls_that_raise_leave_parameters_as_they_were(parallelize: int) -> None:
+def test_calls_that_raise_leave_parameters_as_they_were() -> None:
     work = mlp()
-    with on(Workload(work.module, picky, work.inputs, work.targets), parallelize=parallelize) as opt:
+    with on(Workload(work.module, picky, work.inputs, work.targets), parallelize=2) as opt:
         objective = opt.objective()
         x, before = objective.x0, opt.parameters.clone()
         value = objective(x)
@@ -94,7 +89,7 @@ def test_calls_that_raise_leave_parameters_as_they_were(parallelize: int) -> Non
                 call(x + 1e4)
             assert torch.equal(opt.parameters, before)
         assert objective(x) == pytest.approx(value, rel=1e-12)
-    with on(mlp(), parallelize=parallelize) as opt:
+    with on(mlp(), parallelize=2) as opt:
         objective = opt.objective()
         assert not math.isfinite(objective(np.full_like(objective.x0, 1e200)))
         assert np.array_equal(objective.x0, before.numpy())
@@ -137,12 +132,11 @@ def root_of_weight(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch
 
 
 @pytest.mark.rows
-@pytest.mark.parametrize("parallelize", [1, 2])
 @pytest.mark.parametrize("on_nonfinite", ["raise", "return"])
-def test_where_f_is_nan_it_is_an_answer(on_nonfinite: str, parallelize: int) -> None:
+def test_where_f_is_nan_it_is_an_answer(on_nonfinite: str) -> None:
     module = nn.Linear(3, 1).double()
     given: dict[str, Any] = {"loss_fn": root_of_weight, "optimizer": None, "on_nonfinite": on_nonfinite}
-    with BatchOptimizer(module, parallelize=parallelize, **given) as opt:
+    with BatchOptimizer(module, parallelize=2, **given) as opt:
         opt.load(torch.randn(10, 3).double(), torch.randn(10, 1).double())
         objective = opt.objective()
         x = np.array([0.5, 0.1, 0.1, 0.1])
@@ -159,10 +153,9 @@ def test_where_f_is_nan_it_is_an_answer(on_nonfinite: str, parallelize: int) -> 
         assert objective(x) == pytest.approx(before, rel=1e-12)
 
 
-@pytest.mark.parametrize("parallelize", [1, 2])
-def test_the_last_point_is_another_one_in_autocast(parallelize: int) -> None:
+def test_the_last_point_is_another_one_in_autocast() -> None:
     module = nn.Linear(30, 8)
-    options: dict[str, Any] = {"parallelize": parallelize, "chunk_size": 10}
+    options: dict[str, Any] = {"parallelize": 2, "chunk_size": 10}
     with loaded(module, lambda output: output.square().mean(), torch.randn(20, 30), **options) as opt:
         objective = opt.objective()
         x = objective.x0
@@ -222,10 +215,9 @@ def test_a_torch_optimizer_of_another_library_finds_the_minimum() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallelize", [1, 2])
-def test_half_the_sum_of_the_squares_is_f_and_the_jacobian_is_its_own(parallelize: int) -> None:
+def test_half_the_sum_of_the_squares_is_f_and_the_jacobian_is_its_own() -> None:
     module = flow()
-    with loaded(module, None, DATA, terms=terms(), parallelize=parallelize, chunk_size=7) as opt:
+    with loaded(module, None, DATA, terms=terms(), parallelize=2, chunk_size=7) as opt:
         f = opt.objective()
         squares, x = f.least_squares(), f.x0
         r, w, j = reference(module)
@@ -250,10 +242,9 @@ def test_weights_are_those_of_the_loaded_batch() -> None:
         assert values @ values / 2 == pytest.approx(f(f.x0), rel=1e-13)
 
 
-@pytest.mark.parametrize("parallelize", [1, 2])
-def test_what_is_frozen_between_two_calls_has_no_columns(parallelize: int) -> None:
+def test_what_is_frozen_between_two_calls_has_no_columns() -> None:
     module = flow()
-    with loaded(module, None, DATA, terms=terms(), parallelize=parallelize) as opt:
+    with loaded(module, None, DATA, terms=terms(), parallelize=2) as opt:
         assert opt.normal().matrix.diagonal().gt(0).all()
         module.speed.requires_grad_(False)
         opt.load(DATA)
@@ -283,13 +274,12 @@ def test_scipy_takes_it_with_bounds_and_robust_losses(products: bool) -> None:
         assert (opt.predict(x) - y)[rest].abs().max() < 0.3
 
 
-@WORKERS
-def test_a_point_is_evaluated_again_with_another_hook(parallelize: int) -> None:
+def test_a_point_is_evaluated_again_with_another_hook() -> None:
     def hook(worker: Any, sample: Any) -> None:
         sample.inputs = sample.inputs * 2.0
 
     module, x, y = nn.Linear(3, 1), torch.ones(12, 3), torch.ones(12, 1)
-    with loaded(module, nn.MSELoss(), x, y, parallelize=parallelize) as opt:
+    with loaded(module, nn.MSELoss(), x, y, parallelize=2) as opt:
         objective = opt.objective()
         before = objective(objective.x0)
         opt.prehook = hook
@@ -300,10 +290,9 @@ IN_PLACE = ["tensor attribute in place", "buffer in place", "frozen parameter", 
 
 
 @pytest.mark.slow
-@WORKERS
-def test_a_point_is_evaluated_again_after_a_change(parallelize: int) -> None:
+def test_a_point_is_evaluated_again_after_a_change() -> None:
     world = World()
-    with loaded(world.module, world.criterion, world.inputs, world.targets, parallelize=parallelize) as opt:
+    with loaded(world.module, world.criterion, world.inputs, world.targets, parallelize=2) as opt:
         objective = opt.objective()
         for name in IN_PLACE:
             opt.load(world.inputs, world.targets)

@@ -92,11 +92,10 @@ def test_terms_on_another_device(chunk_size: int | None) -> None:
             assert opt.evaluate().item() == pytest.approx(whole.item(), rel=1e-12)
 
 
-@EACH
-def test_new_weights_count_from_the_next_batch_on(parallelize: int) -> None:
+def test_new_weights_count_from_the_next_batch_on() -> None:
     module = network()
     old, new = plain(module), plain(module, {"pde": 0.0, "data": 0.5})
-    with BatchOptimizer(module, terms=terms(), optimizer=None, parallelize=parallelize) as opt:
+    with BatchOptimizer(module, terms=terms(), optimizer=None, parallelize=2) as opt:
         opt.load(data())
         opt.weights = {"data": 0.5, "pde": 0}
         assert opt.weights == {"pde": 0.0, "data": 0.5}
@@ -118,14 +117,13 @@ def test_a_term_of_weight_0_is_evaluated_and_adds_nothing() -> None:
     assert module["other"].weight.grad is None
 
 
-@EACH
-def test_hooks_see_the_term_and_the_positions_within_it(parallelize: int) -> None:
+def test_hooks_see_the_term_and_the_positions_within_it() -> None:
     def note(worker: Worker, sample: Sample) -> Any:
         return sample.term, sample.indices, sample.options, sample.loss
 
     batch = data()
     batch["data"] = (*batch["data"], list(range(KNOWN)))
-    with made(parallelize=parallelize, chunk_size=20, posthook=note) as opt:
+    with made(parallelize=2, chunk_size=20, posthook=note) as opt:
         opt.load(batch)
         opt.evaluate()
         found = opt.hook_results
@@ -175,14 +173,13 @@ def test_an_infinite_sum_is_returned_where_that_is_wanted_and_is_no_number_for_t
             opt.step({"high": X})
 
 
-@EACH
-def test_steps_read_ahead_and_weights_count_from_the_next_step_on(parallelize: int) -> None:
+def test_steps_read_ahead_and_weights_count_from_the_next_step_on() -> None:
     batch = data()
     loaded = {"pde": [batch["pde"]], "data": list(batch["data"])}  # as a DataLoader's default_collate makes it
     module = network()
     expected = [plain(module)[0], plain(module, {"pde": 0.5, "data": 2.0})[0]]
     found = []
-    with BatchOptimizer(module, terms=terms(), optimizer=None, parallelize=parallelize) as opt:
+    with BatchOptimizer(module, terms=terms(), optimizer=None, parallelize=2) as opt:
         for loss in opt.steps([batch, loaded]):
             found.append(loss)
             opt.weights = {"pde": 0.5, "data": 2.0}
@@ -190,9 +187,8 @@ def test_steps_read_ahead_and_weights_count_from_the_next_step_on(parallelize: i
 
 
 @pytest.mark.slow
-@EACH
-def test_the_doctor_examines_terms(parallelize: int) -> None:
-    with BatchOptimizer(network(), terms=terms(), parallelize=parallelize) as opt:
+def test_the_doctor_examines_terms() -> None:
+    with BatchOptimizer(network(), terms=terms(), parallelize=2) as opt:
         opt.weights = {"pde": 3.0, "data": 0.5}
         found = opt.check(data())
         assert found.healthy and str(found).count("ok") == 4, str(found)

@@ -15,7 +15,6 @@ from batchopt import BatchOptimizer, Term, Weighted
 from tests.building import loaded
 from tests.workloads import difference
 
-EACH = pytest.mark.parametrize("parallelize", [1, 2])
 ROBUST_LOSSES = pytest.mark.parametrize("loss", ["soft_l1", "huber", "cauchy", "arctan"])
 N = 40
 X = torch.linspace(-2.0, 2.0, N * 3, dtype=torch.float64).reshape(N, 3).sin()
@@ -85,10 +84,9 @@ def plain(loss: str, z: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.rows
-@EACH
 @ROBUST_LOSSES
 @pytest.mark.parametrize("weights", [None, W])
-def test_f_gradient_and_normal_equations(parallelize: int, loss: str, weights: torch.Tensor | None) -> None:
+def test_f_gradient_and_normal_equations(loss: str, weights: torch.Tensor | None) -> None:
     module, reference, scale = network(), network(), 0.4
     terms = {"one": Term(residual=difference, loss=loss, scale=scale, weight=3.0)}
     with loaded(
@@ -96,7 +94,7 @@ def test_f_gradient_and_normal_equations(parallelize: int, loss: str, weights: t
         None,
         {"one": (X if weights is None else Weighted(X, weights), Y)},
         terms=terms,
-        parallelize=parallelize,
+        parallelize=2,
         chunk_size=11,
     ) as opt:
         found = opt.evaluate().item(), opt.grad_parameters.clone()

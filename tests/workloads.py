@@ -239,8 +239,3 @@ class Broken(Pairs):
         if index == 7:
             raise FileNotFoundError("no such picture")
         return super().__getitem__(index)
-
-
-def no_residuals() -> Any:
-    """In the surroundings of what asks for none."""
-    raise AssertionError("nobody was to ask for residuals")

@@ -37,20 +37,6 @@ class Noisy(nn.Module):
         return y
 
 
-class Counting(nn.Module):
-    """Writes a tensor that is no buffer in each forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Mlp()
-        self.seen = torch.zeros(())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen += len(x)
-        y: torch.Tensor = self.inner(x) + 0 * self.seen
-        return y
-
-
 def first(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Of the first layer alone."""
     outputs: torch.Tensor = module.get_submodule("first")(inputs)
