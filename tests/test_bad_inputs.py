@@ -48,11 +48,11 @@ def started(fork_server: None, monkeypatch: pytest.MonkeyPatch) -> list[BaseProc
 
 def check_refused(provoke: Callable[[], object], error: type[Exception], words: str, started: list[Any]) -> None:
     """The error comes, and no process was to be started until then."""
-    children = psutil.Process().children(recursive=True)
+    children = {*psutil.Process().children(recursive=True)}  # some of which may just be ending
     with pytest.raises(error, match=f"(?s){words}") as caught:
         provoke()
     assert type(caught.value) is error
-    assert started == [] and psutil.Process().children(recursive=True) == children
+    assert started == [] and {*psutil.Process().children(recursive=True)} <= children
 
 
 def memory_of(module: Any) -> list[tuple[object, ...]]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import batchopt
-from batchopt._engine.choose import choose_optimizer
+from batchopt.extending import choose_optimizer
 
 # Every optimizer of this torch; all of them take matrices.
 KINDS = {
