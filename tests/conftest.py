@@ -22,7 +22,9 @@ from batchopt.backends.process.group import WorkerGroup
 
 gc.disable()  # collections while thousands of tests are made are a fifth of that time
 pytest.register_assert_rewrite("tests.backends.contract")
-hypothesis.settings.register_profile("tests", deadline=None)  # how long an example takes says how busy the machine is
+# A change is tested by the same examples each time, and others are tried each night. No deadline: how long an example
+# takes says how busy the machine is.
+hypothesis.settings.register_profile("tests", deadline=None, derandomize="BATCHOPT_TEST_RANDOM" not in os.environ)
 hypothesis.settings.load_profile("tests")
 
 # Seconds that a process may need to be gone after its optimizer is.
