@@ -239,8 +239,10 @@ class Minimizer(torch.optim.Optimizer):
 
     def _judge(self, run: Search, ratio: float) -> None:
         """Decide, after the first step on a changed function, whether to keep what was known: along that step the
-        function has `ratio` times the known curvature."""
-        if 1 / FIT <= ratio <= FIT:
+        function has `ratio` times the known curvature. Nothing is known any more after a step that was undone."""
+        if not self._knows:
+            self._memory.pop("on_trial")
+        elif 1 / FIT <= ratio <= FIT:
             self._memory.pop("on_trial")
             run.kept = True
         else:

@@ -133,6 +133,17 @@ def test_the_trial_goes_on_after_a_checkpoint(kind: Kind) -> None:
     assert "times the curvature" in first.forgotten[0] and first == second and torch.equal(run.x, again.x)
 
 
+def test_after_a_step_that_was_undone_nothing_is_left_to_be_judged() -> None:
+    run = Changing(batchopt.LBFGS, quadratic(EIGENVALUES), when_data_change="keep")
+    run.function = quadratic(EIGENVALUES / 1000, seed=1)  # along its gradient the curvature is about 1
+    run.step(max_eval=1)  # which only sees that the function is another one
+    state = run.optimizer.state_dict()
+    assert state["state"][0]["on_trial"] and state["state"][0].pop("curvature")  # which an undone step drops
+    run.optimizer.load_state_dict(state)
+    result = run.step(max_eval=None)
+    assert not result.kept and not result.forgotten
+
+
 @every_kind
 def test_without_curvature_or_a_change_there_is_nothing_to_keep_and_another_choice_is_named(kind: Kind) -> None:
     run = Changing(kind, quadratic(EIGENVALUES), when_data_change="keep", max_eval=1)
