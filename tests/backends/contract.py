@@ -42,11 +42,12 @@ class Tied(nn.Module):
         return y
 
 
-KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "lbfgs": lambda p: torch.optim.LBFGS(p, max_iter=5, line_search_fn="strong_wolfe"),
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-    "adam": lambda p: torch.optim.Adam(p, lr=0.01),
-}
+def torchs_lbfgs(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(parameters, max_iter=5, line_search_fn="strong_wolfe")
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.01)
 
 
 # Of what users change: what the loss is made of, and all else.
@@ -130,11 +131,8 @@ class Contract(TaskContract):
         found = opt.run_on_workers(lambda worker: worker.module.encoder.weight is worker.module.decoder.weight)
         assert found == [True] * self.parallelize
 
-    @pytest.mark.rows
-    @pytest.mark.parametrize("with_loss_fn, number", [(True, 1.75), (False, 1.75), (False, 0.75)])
-    def test_what_the_user_changes_between_steps_reaches_the_workers(
-        self, make: Make, with_loss_fn: bool, number: float
-    ) -> None:
+    @pytest.mark.parametrize("with_loss_fn", [True, False])
+    def test_what_the_user_changes_between_steps_reaches_the_workers(self, make: Make, with_loss_fn: bool) -> None:
         """One change after the other: parts of the module, what is frozen, modes, hooks, the loss, torch's settings."""
         world = World()
         world.criterion.get_buffer("weight").fill_(1.0)
@@ -142,14 +140,9 @@ class Contract(TaskContract):
         opt = make(world.module, **what, optimizer=None, check_cut=False)
         try:
             for name in OF_LOSS if with_loss_fn else OF_PROGRAM:
-                CHANGES[name](world, number)
+                CHANGES[name](world, 1.75)
                 opt.load(world.inputs, world.targets)
                 agree(opt, *world.reference(with_loss_fn), tolerance=1e-9)
-                modes = {part: part.training for part in world.module.modules()}
-                expected = world.module.eval()(world.inputs)
-                for part, mode in modes.items():
-                    part.training = mode
-                torch.testing.assert_close(opt.predict(world.inputs), expected.detach(), rtol=1e-9, atol=1e-11)
         finally:
             world.undo_ambient()
 
@@ -194,27 +187,7 @@ class Contract(TaskContract):
             assert first[0] == other[0] and all(map(torch.equal, first[1:], other[1:]))
         asked(*FORMS["terms and a dataset"], network(), **way)
 
-    @pytest.mark.filterwarnings("ignore:.*idle:UserWarning")
-    def test_batches_of_any_size_one_after_the_other(self, make: Make) -> None:
-        torch.manual_seed(0)
-        module = Mlp().double()
-        opt = make(module, nn.MSELoss(), optimizer=None)
-        for size in (5, 1, 64, 2, 3, 200, 7):
-            x, y = torch.randn(size, 6).double(), torch.randn(size, 4).double()
-            self.check(opt, Workload(module, nn.MSELoss(), x, y))
-
     # ---- datasets
-
-    def test_a_worker_that_is_killed_while_it_reads_changes_no_bit(self, make: Make, tmp_path: Path) -> None:
-        """To find out the class weights of a dataset, first."""
-        case = cnn(torch.float32)
-        case.criterion = nn.CrossEntropyLoss(weight=torch.rand(10), ignore_index=3)
-        opt = make(case.module, case.criterion, optimizer=None, chunk_size=3)
-        opt.load(case.inputs, case.targets)
-        expected, gradient = opt.evaluate().item(), opt.grad_parameters.clone()
-        opt.load(Pairs(case.inputs, case.targets, tmp_path / "notes", deadly=20))
-        for _ in range(2):
-            assert opt.evaluate().item() == expected and torch.equal(opt.grad_parameters, gradient)
 
     def test_a_sample_that_cannot_be_read_is_named_and_the_optimizer_lives_on(self, make: Make) -> None:
         case = mlp()
@@ -231,14 +204,14 @@ class Contract(TaskContract):
         found = opt.collect(difference, Pairs(case.inputs, case.targets))
         assert torch.equal(found, opt.collect(difference, case.inputs, case.targets))
 
-    @pytest.mark.parametrize("cache", [True, False])
-    def test_noise_that_reading_draws_is_the_same_within_a_step_and_new_in_the_next(
-        self, make: Make, cache: bool
-    ) -> None:
+    @pytest.mark.parametrize("chunk_size", [7, None])
+    def test_noise_is_the_same_within_a_step_and_new_in_the_next(self, make: Make, chunk_size: int | None) -> None:
+        """Whether a forward draws it or who reads the samples."""
+
         def losses(build: Make, **options: Any) -> list[float]:
             case = mlp()
             module = nn.Sequential(case.module, nn.Dropout(0.2))
-            opt = build(module, case.criterion, optimizer=None, chunk_size=7, cache=cache, **options)
+            opt = build(module, case.criterion, optimizer=None, chunk_size=chunk_size, **options)
             found = []
             for _ in range(2):
                 opt.load(Noisy(case.inputs, case.targets))
@@ -247,7 +220,7 @@ class Contract(TaskContract):
 
         mine = losses(make)
         assert mine[0] == mine[1] == mine[2] != mine[3] == mine[4] == mine[5]
-        assert mine == losses(make, backend="serial", parallelize=1)
+        assert chunk_size is None or mine == losses(make, backend="serial", parallelize=1)
 
     # ---- hooks
 
@@ -311,11 +284,11 @@ class Contract(TaskContract):
 
     # ---- optimizers
 
-    @pytest.mark.parametrize("name", KINDS)
-    def test_any_torch_optimizer_goes_the_way_it_goes_alone(self, make: Make, name: str) -> None:
-        ours, plain, kind = mlp(), mlp(), KINDS[name]
-        instance = kind(ours.module.parameters())
-        opt = make(ours.module, ours.criterion, optimizer=instance if name == "sgd" else kind)
+    @pytest.mark.parametrize("given", ["a factory", "an instance"])
+    def test_any_torch_optimizer_goes_the_way_it_goes_alone(self, make: Make, given: str) -> None:
+        ours, plain = mlp(), mlp()
+        kind = adam if given == "an instance" else torchs_lbfgs
+        opt = make(ours.module, ours.criterion, optimizer=kind(ours.module.parameters()) if kind is adam else kind)
         alone = kind(plain.module.parameters())
 
         def closure() -> torch.Tensor:
@@ -382,21 +355,6 @@ class Contract(TaskContract):
 
     # ---- one function within a step
 
-    @pytest.mark.parametrize("chunk_size", [6, None])
-    def test_dropout_is_the_same_within_a_step_and_new_in_the_next(self, make: Make, chunk_size: int | None) -> None:
-        torch.manual_seed(0)
-        module = nn.Sequential(nn.Linear(6, 50), nn.Dropout(0.5), nn.Linear(50, 4)).double()
-        case = Workload(module, nn.MSELoss(), torch.randn(20, 6).double(), torch.randn(20, 4).double())
-        opt = make(module, case.criterion, optimizer=None, chunk_size=chunk_size)
-        opt.load(case.inputs, case.targets)
-        first = opt.evaluate()
-        assert opt._engine.current_step().movable == (
-            chunk_size is not None
-        )  # else other chunks would draw other numbers
-        assert torch.equal(opt.evaluate(), first) and torch.equal(opt.evaluate(), first)
-        opt.load(case.inputs, case.targets)
-        assert not torch.equal(opt.evaluate(), first)
-
     def test_the_callers_random_state_threads_and_grad_mode_are_untouched(self, make: Make) -> None:
         case = mlp()
         opt = make(case.module, case.criterion, threads_per_worker=1)
@@ -416,56 +374,6 @@ class Contract(TaskContract):
         assert torch.is_grad_enabled() and torch.get_num_threads() == threads
         assert torch.equal(torch.rand(3), expected[0])
         assert (np.random.rand(), random.random()) == expected[1:]
-
-    def test_running_statistics_are_taken_over_once_a_step_weighted_by_samples(self, make: Make) -> None:
-        torch.manual_seed(0)
-        module = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3), nn.Linear(3, 4)).double()
-        x, y = torch.randn(10, 6).double(), torch.randn(10, 4).double()
-        norm = module[1]
-        assert isinstance(norm, nn.BatchNorm1d) and norm.running_mean is not None and norm.running_var is not None
-        with torch.no_grad():
-            hidden = module[0](x)
-        parts = hidden.split(4)  # 4, 4 and 2 samples
-        mean = sum(len(part) / 10 * (0.1 * part.mean(0)) for part in parts)
-        var = sum(len(part) / 10 * (0.9 + 0.1 * part.var(0)) for part in parts)
-        opt = make(module, nn.MSELoss(), chunk_size=4, optimizer=None)
-        with pytest.warns(UserWarning, match=r"'1' \(BatchNorm1d\) is in training mode"):
-            opt.load(x, y)
-        first = opt.evaluate()
-        assert torch.equal(opt.evaluate(), first)
-        assert norm.num_batches_tracked == 0 and not norm.running_mean.any()
-        opt.step(x, y)
-        opt.load(x, y)
-        assert norm.num_batches_tracked == 2  # two steps: the first load began one, too
-        torch.testing.assert_close(norm.running_mean, mean + 0.9 * mean, rtol=1e-12, atol=1e-14)
-        module.eval()
-        self.check(opt, Workload(module, nn.MSELoss(), x, y))
-        norm.running_var.copy_(var)
-        self.check(opt, Workload(module, nn.MSELoss(), x, y))
-
-    def test_what_a_forward_writes_is_state_if_it_is_a_buffer(self, make: Make) -> None:
-        class Counting(Mlp):
-            count: torch.Tensor
-
-            def __init__(self) -> None:
-                super().__init__()
-                self.register_buffer("count", torch.zeros(1))
-                self.calls = 0
-
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                self.calls += 1
-                with torch.no_grad():
-                    self.count += 1
-                return super().forward(x) + self.count
-
-        case = mlp()
-        module = Counting().double()
-        opt = make(module, case.criterion, optimizer=None)
-        for step in range(1, 4):
-            opt.load(case.inputs, case.targets)
-            expected = case.criterion(Mlp.forward(module, case.inputs) + step, case.targets).item()
-            assert [opt.evaluate().item() for _ in range(2)] == pytest.approx([expected] * 2, rel=1e-12)
-            assert module.count.item() == step - 1  # until the step has ended
 
     def test_what_a_worker_keeps_and_f_depends_on_is_refused_by_name(self, make: Make) -> None:
         class Growing(Mlp):
@@ -580,7 +488,7 @@ class Contract(TaskContract):
     def test_a_checkpoint_goes_on_in_one_process_with_the_same_bits(
         self, make: Make, shared: Path, tmp_path: Path
     ) -> None:
-        options: dict[str, Any] = {"optimizer": KINDS["adam"], "chunk_size": 8}
+        options: dict[str, Any] = {"optimizer": adam, "chunk_size": 8}
         case, twin, path = cnn(), cnn(), shared / "checkpoint"
         for module in (case.module, twin.module):
             module.append(nn.BatchNorm1d(10, dtype=torch.float64))  # type: ignore[operator]  # for its buffers

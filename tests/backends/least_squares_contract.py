@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +10,7 @@ import torch
 from torch import nn
 
 from batchopt import BatchOptimizer, Term
-from tests.workloads import Mlp, once
+from tests.workloads import Mlp
 
 Make = Callable[..., BatchOptimizer]
 X = torch.linspace(-2.0, 2.0, 37 * 2, dtype=torch.float64).reshape(37, 2).sin()
@@ -95,27 +92,6 @@ def alike(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12 * float(expected.abs().max()))
 
 
-class Deadly:
-    """While there is a file `armed` in the folder, the first worker that calls this is killed, and leaves `fired`."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.maker = folder, os.getpid()
-
-    def __call__(self, *_: Any) -> None:
-        if os.getpid() != self.maker and (self.folder / "armed").exists() and once(self.folder / "fired"):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def alike(self, prepare: Callable[[], BatchOptimizer], ask: Callable[[BatchOptimizer], Any]) -> bool:
-        """Whether what is asked is the same to the bit of one that loses a worker then and of one that does not."""
-        undisturbed = ask(prepare())
-        disturbed = prepare()
-        (self.folder / "armed").touch()
-        found = ask(disturbed)
-        (self.folder / "armed").unlink()
-        assert (self.folder / "fired").exists()
-        return torch.equal(found, undisturbed)
-
-
 class LeastSquaresContract:
     """What holds for any backend where f is a sum of squares."""
 
@@ -171,20 +147,3 @@ class LeastSquaresContract:
         j = jacobian(module, module(X) - Y)
         alike(opt.normal().matrix, j.T @ j / 37)
         alike(opt.vjp(torch.ones(37, 1, dtype=torch.float64)), j.sum(0))
-
-    def test_a_worker_killed_in_least_squares_changes_no_bit(self, make: Make, tmp_path: Path) -> None:
-        if not self.processes:
-            pytest.skip("its workers cannot be killed")
-        deadly = Deadly(tmp_path)
-
-        def residual(module: Any, inputs: torch.Tensor, targets: Any) -> torch.Tensor:
-            deadly()
-            return equation(module, inputs, targets)
-
-        def prepare() -> BatchOptimizer:
-            opt = make(flow(), terms={"pde": Term(residual=residual)}, optimizer=None, chunk_size=3)
-            opt.load({"pde": X})
-            opt.evaluate()
-            return opt
-
-        assert deadly.alike(prepare, lambda opt: opt.normal().matrix)

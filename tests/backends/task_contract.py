@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +15,8 @@ from torch import nn
 
 import batchopt
 from batchopt import BatchOptimizer, Term, WorkerError, extending
-from tests.backends.least_squares_contract import Deadly, LeastSquaresContract
-from tests.workloads import Mlp, rnn
+from tests.backends.least_squares_contract import LeastSquaresContract
+from tests.workloads import Mlp, mlp, once, rnn
 
 Make = Callable[..., BatchOptimizer]
 X = torch.linspace(-2.0, 2.0, 37 * 6, dtype=torch.float64).reshape(37, 6).sin()
@@ -74,6 +75,10 @@ ASKED: dict[str, Callable[[BatchOptimizer], Any]] = {
     "hvp": lambda opt: opt.hvp(torch.ones(len(opt.parameters), 2, dtype=torch.float64)),
     "outputs": evaluated,
 }
+
+
+def counted(opt: BatchOptimizer) -> tuple[float, ...]:
+    return opt.eval_counter, opt.batch_counter, opt.sample_counter, extending.product_counter(opt), opt.output
 
 
 def noisy() -> Noisy:
@@ -197,7 +202,7 @@ class TaskContract(LeastSquaresContract):
         loss = opt.evaluate()
         gradient, hooked = opt.grad_parameters.clone(), opt.hook_results
         opt.hvp(torch.ones_like(opt.parameters))
-        counters = (opt.eval_counter, opt.batch_counter, opt.sample_counter, extending.product_counter(opt), opt.output)
+        counters = counted(opt)
         draws, parameters = torch.get_rng_state(), opt.parameters.clone()
         opt.collect(outputs_and_errors)
         opt.total(moments)
@@ -206,15 +211,8 @@ class TaskContract(LeastSquaresContract):
         opt.evaluate_many(opt.parameters[None])
         assert torch.equal(torch.get_rng_state(), draws) and torch.equal(opt.parameters, parameters)
         assert torch.equal(opt.grad_parameters, gradient) and opt.hook_results == hooked
-        assert all(p.grad is not None for p in module.parameters())
-        assert counters == (
-            opt.eval_counter,
-            opt.batch_counter,
-            opt.sample_counter,
-            extending.product_counter(opt),
-            opt.output,
-        )
-        assert all(part.training for part in module.modules())
+        assert all(p.grad is not None for p in module.parameters()) and all(m.training for m in module.modules())
+        assert counters == counted(opt)
         assert opt.evaluate() == loss and torch.equal(opt.grad_parameters, gradient)
 
     @pytest.mark.filterwarnings("ignore:.*it normalises by the statistics of a chunk")
@@ -237,7 +235,7 @@ class TaskContract(LeastSquaresContract):
 
     @pytest.mark.rows
     @pytest.mark.filterwarnings("ignore:.*it normalises by the statistics of a chunk")
-    @pytest.mark.parametrize("what", [what for what in ASKED if what != "outputs"])
+    @pytest.mark.parametrize("what", ["collect these", "total", "evaluate_many", "hvp"])
     def test_running_statistics_are_those_of_a_run_in_which_nothing_is_asked(self, make: Make, what: str) -> None:
         def run(asks: bool, **options: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
             module = noisy()
@@ -440,15 +438,17 @@ class TaskContract(LeastSquaresContract):
     def test_a_worker_that_is_killed_in_the_middle_changes_no_bit(self, make: Make, tmp_path: Path) -> None:
         if not self.processes:
             pytest.skip("its workers cannot be killed")
-        deadly = Deadly(tmp_path)
+        maker, found = os.getpid(), []
 
-        def prepare() -> BatchOptimizer:
-            torch.manual_seed(0)
-            module = Mlp().double()
+        def deadly(*_: Any) -> None:
+            if os.getpid() != maker and (tmp_path / "armed").exists() and once(tmp_path / "fired"):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        for name in ("unarmed", "armed"):
+            module: Any = mlp().module
             module.first.register_forward_pre_hook(deadly)
-            opt = make(module, nn.MSELoss(), optimizer=None, chunk_size=3)
-            opt.load(X, Y)
+            opt, _ = self.loaded(make, module, chunk_size=3)
             opt.evaluate()
-            return opt
-
-        assert deadly.alike(prepare, ASKED["hvp"])
+            (tmp_path / name).touch()
+            found.append(ASKED["hvp"](opt))
+        assert torch.equal(*found) and (tmp_path / "fired").exists()
