@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import Counter, deque
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from batchopt.backends.process.scheduler import (
     GRACE,
@@ -55,32 +55,19 @@ def begun(*runs: tuple[int, int] | None, now: float = 0.0, copies: bool = True) 
 @pytest.mark.parametrize(
     "last, owner, thief, now, middle",
     [
-        (2, 1.0, 1.0, 0.0, 1),  # half of what was not begun
-        (3, 1.0, 1.0, 0.0, 2),
-        (5, 1.0, 1.0, 0.0, 3),
-        (9, 1.0, 1.0, 0.0, 5),
+        (9, 1.0, 1.0, 0.0, 5),  # half of what was not begun
         (1, 100.0, 0.01, 1.0, None),  # the chunk at hand is not stolen
         (2, None, None, 0.0, 1),  # nobody knows how long it takes
         # a slow thief takes only what it does sooner
-        (4, 1.0, 1.0, 0.0, 2),
-        (2, 1.0, 10.0, 0.0, None),  # the owner has done both before it
         (6, 1.0, 10.0, 0.0, None),
-        (12, 1.0, 10.0, 0.0, 11),  # 11 seconds, where it would be 12
-        (12, 1.0, 10.0, 0.9, 11),
-        (11, 1.0, 10.0, 0.0, 10),
         (11, 1.0, 10.0, 0.9, 10),
         (11, 1.0, 10.0, 1.0, None),  # the owner will have done ten in ten seconds
         (24, 1.0, 10.0, 0.0, 22),
-        (9, 1.0, 2.0, 0.0, 6),
         (9, 1.0, 0.1, 0.0, 5),  # half at most: its next turn comes soon enough
         # what is behind a late chunk is taken, by whomever
-        (5, 1.0, 1.0, LATE - 1e-6, 3),
         (2, 1.0, 10.0, LATE, 1),
         (2, 1e-5, 1e-5, GRACE - 1e-6, None),
-        (2, 1e-5, 1e-5, GRACE, 1),
         # else it has to be worth a message, alone or together
-        (2, WORTHWHILE, WORTHWHILE, 0.0, 1),
-        (2, 0.9 * WORTHWHILE, 0.9 * WORTHWHILE, 0.0, None),
         (4, WORTHWHILE / 3.5, WORTHWHILE / 3.5, 0.0, None),
         (5, WORTHWHILE / 3.5, WORTHWHILE / 3.5, 0.0, 3),
     ],
@@ -152,47 +139,24 @@ def test_a_report_of_what_was_not_given_is_an_error(worker: int, done: int) -> N
 # ---- all together
 
 
-class Said(NamedTuple):
-    """A report, as it is in the pipe: of order `number`; `final` is the last of that order."""
-
-    number: int
-    evaluation: int
-    done: int
-    final: bool
-
-
 class Hand:
-    """A worker process, at the level of its chunks.
-
-    As in `loop`, it looks at limits only after it has sent a report.
-    """
+    """A worker process: as in `loop`, it looks at limits after each chunk, and its page has how far it is."""
 
     def __init__(self) -> None:
-        self.outbox: deque[Said] = deque()
-        self.number = 0  # of the order that it is at, or was at last
-        self.evaluation = -1
         self.busy = self.stopped = False
-        self.limit = 0
+        self.at = self.last = self.limit = 0
 
-    def start(self, number: int, evaluation: int, run: ChunkRun) -> None:
+    def start(self, run: ChunkRun) -> None:
         """It reads an order."""
         assert not self.busy
-        self.number, self.evaluation, self.busy = number, evaluation, True
-        self.at, self.last = run
-        self.limit = self.last
+        self.busy, self.at, self.last, self.limit = True, *run, run.last
 
     def work(self) -> None:
-        """It finishes the chunk at hand, says so, and begins the next unless it was told not to."""
-        self.at += 1
-        if self.at < self.last:
-            self._say(final=False)
-            self.last = min(self.last, self.limit)
-        if self.at >= self.last:
-            self._say(final=True)
-            self.busy = False
-
-    def _say(self, final: bool) -> None:
-        self.outbox.append(Said(self.number, self.evaluation, self.at, final))
+        """It finishes the chunk at hand, and begins the next unless it was told not to."""
+        if self.busy and not self.stopped:
+            self.at += 1
+            self.last = min(self.last, max(self.limit, self.at))
+            self.busy = self.at < self.last
 
 
 class Turn(NamedTuple):
@@ -216,127 +180,88 @@ CUTS = st.tuples(*[st.integers(0, 32)] * (RANKS - 1))
 
 
 class Evaluations(RuleBasedStateMachine):
-    """A parent that does as `gather`, `pool` and `process` do, and workers that do what they like, over evaluations."""
+    """A parent that does as `WorkerGroup` does, and workers that do what they like."""
 
     @initialize(chunks=st.integers(1, 32), paces=PACES, cuts=CUTS)
-    def set_up(self, chunks: int, paces: tuple[float | None, ...], cuts: tuple[int, ...]) -> None:
-        self.chunks = chunks
-        self.now, self.numbers, self.evaluation = 0.0, 0, 0
-        self.hands = {rank: Hand() for rank in range(RANKS)}
-        self.paces = paces
-        self._plan(cuts)
-
-    def _plan(self, cuts: Sequence[int]) -> None:
-        """A new evaluation, whatever workers are still at."""
-        self.cuts = cuts
-        bounds = [0, *sorted(min(cut, self.chunks) for cut in cuts), self.chunks]
+    def begin(self, chunks: int, paces: tuple[float | None, ...], cuts: tuple[int, ...]) -> None:
+        bounds = [0, *sorted(min(cut, chunks) for cut in cuts), chunks]
         runs = [ChunkRun(first, last) if first < last else None for first, last in pairwise(bounds)]
-        self.scheduler = WorkerScheduler(runs, self.chunks)
-        self.evaluation += 1
-        self.missing = set(range(self.chunks))
+        self.scheduler, self.paces, self.now = WorkerScheduler(runs, chunks), paces, 0.0
+        self.hands = {rank: Hand() for rank in range(RANKS)}
+        self.missing = set(range(chunks))
         self.sent: dict[int, ChunkRun] = {}  # what is left of each worker's order, as far as the parent knows
-        self.heard: dict[Hand, Said] = {}
         self.deaths: Counter[int] = Counter()
         self.alone: set[int] = set()  # the workers that make the last trial of a chunk
-        self.poisoned = False
-        self.turns = 0
+
+    def estimate(self, worker: int, chunk: int) -> float | None:
+        return self.paces[worker]
 
     # ---- the parent
 
-    def _estimate(self, worker: int, chunk: int) -> float | None:
-        return self.paces[worker]
-
-    def _idle(self) -> list[int]:
-        return [rank for rank, hand in sorted(self.hands.items()) if not hand.busy and not hand.outbox]
-
-    def _direct(self, ranks: Sequence[int]) -> None:
-        """As `WorkerGroup._direct`, which looks again in the next turn: what a slow worker leaves to a fast one may be
-        taken from a third."""
-        self.turns += 1
-        idle = ranks
-        while idle and (commands := self.scheduler.decide(idle, self._estimate, self.now)):
+    def direct(self, ranks: Iterable[int]) -> None:
+        """Give work to those of them that have none, until nothing is left to give."""
+        idle = [rank for rank in ranks if rank in self.hands and rank not in self.sent]
+        while idle and (commands := self.scheduler.decide(idle, self.estimate, self.now)):
             for command in commands:
                 if isinstance(command, Limit):
-                    self._limit(command)
+                    first, last = self.sent[command.worker]
+                    assert first < command.last < last
+                    self.sent[command.worker] = ChunkRun(first, command.last)
+                    hand = self.hands[command.worker]
+                    hand.limit = min(hand.limit, command.last)
                 else:
-                    assert command.worker in idle
-                    self._assign(command)
-            idle = [rank for rank in ranks if rank not in self.sent]
-        if idle := [rank for rank in ranks if rank not in self.sent]:
-            self._nothing_is_left_to_give(idle)
+                    self.assign(*command)
+            idle = [rank for rank in idle if rank not in self.sent]
+        if idle:
+            self.nothing_is_left_to_give(idle)
 
-    def _nothing_is_left_to_give(self, idle: Sequence[int]) -> None:
-        suspects = {chunk for chunk, deaths in self.deaths.items() if deaths >= POISONOUS - 1}
-        at_work = {chunk for run in self.sent.values() for chunk in range(*run)}
-        # one that is tried alone waits for a worker that may have begun it before it heard of its limit
-        at_work |= suspects & {run.first for run in self.sent.values()}
-        assert self.missing <= at_work, "a worker idles, and there is work that nobody is at"
-        for rank, (first, last) in self.sent.items():
-            behind = self.missing & set(range(first + 1, last))
-            seconds = self.paces[rank]
-            work = len(behind) * (WORTHWHILE if seconds is None else seconds)
-            for other in idle:
-                ours = self.paces[other]
-                too_slow = ours is not None and ours >= work  # for even one of them
-                assert work < WORTHWHILE or too_slow, "work that could be stolen"
-        if self.missing - suspects and None not in self.paces:
-            assert self.scheduler.next_late(self._estimate) < math.inf, "nobody will wake the worker that idles"
-
-    def _limit(self, command: Limit) -> None:
-        first, last = self.sent[command.worker]
-        assert first < command.last < last
-        self.sent[command.worker] = ChunkRun(first, command.last)
-        self.hands[command.worker].limit = min(self.hands[command.worker].limit, command.last)
-
-    def _assign(self, command: Assign) -> None:
-        worker, first, last = command
-        assert worker not in self.sent, "a second task"
-        assert first < last
+    def assign(self, worker: int, first: int, last: int) -> None:
+        assert worker not in self.sent and first < last, "a second task, or none"
         assert set(range(first, last)) <= self.missing, "what is done is given again"
         self.alone.discard(worker)
         if self.deaths[first] >= POISONOUS - 1:
             assert last == first + 1 and all(run.first != first for run in self.sent.values()), "it is tried alone"
             self.alone.add(worker)
         self.sent[worker] = ChunkRun(first, last)
-        self.numbers += 1
-        self.hands[worker].start(self.numbers, self.evaluation, ChunkRun(first, last))
+        self.hands[worker].start(self.sent[worker])
 
-    def _hear(self, rank: int, said: Said) -> None:
-        """As `ProcessGather.on_reply`."""
-        hand = self.hands[rank]
-        if said.evaluation != self.evaluation or rank not in self.sent or said.number != hand.number:
-            return  # of no interest any more
-        self.scheduler.reported(rank, said.done, self.now)
-        self.missing -= set(range(said.done)) & set(range(self.sent[rank].first, said.done))
-        self.sent[rank] = ChunkRun(said.done, self.sent[rank].last)
-        self.heard[hand] = said
-        if said.final:
-            self._end(rank)
+    def nothing_is_left_to_give(self, idle: Sequence[int]) -> None:
+        suspects = {chunk for chunk, deaths in self.deaths.items() if deaths >= POISONOUS - 1}
+        at_work = {chunk for run in self.sent.values() for chunk in range(*run)}
+        # one that is tried alone waits for a worker that may have begun it before it heard of its limit
+        at_work |= suspects & {run.first for run in self.sent.values()}
+        assert self.missing <= at_work, "a worker idles, and there is work that nobody is at"
+        for rank, (first, last) in self.sent.items():
+            behind, seconds = self.missing & set(range(first + 1, last)), self.paces[rank]
+            work = len(behind) * (WORTHWHILE if seconds is None else seconds)
+            too_slow = [(ours := self.paces[other]) is not None and ours >= work for other in idle]
+            assert work < WORTHWHILE or all(too_slow), "work that could be stolen"
+        if self.missing - suspects and None not in self.paces:
+            assert self.scheduler.next_late(self.estimate) < math.inf, "nobody will wake the worker that idles"
 
-    def _end(self, rank: int) -> None:
+    def hear(self, rank: int) -> None:
+        """What its page says."""
+        if rank in self.sent:
+            hand, (first, last) = self.hands[rank], self.sent[rank]
+            self.scheduler.reported(rank, hand.at, self.now)
+            self.missing -= set(range(first, hand.at))
+            self.sent[rank] = ChunkRun(hand.at, last)
+            if not hand.busy:
+                self.end(rank)
+
+    def end(self, rank: int) -> None:
         self.scheduler.ended(rank)
         del self.sent[rank]
 
-    def _hear_all(self, rank: int) -> None:
-        while self.hands[rank].outbox:
-            self._hear(rank, self.hands[rank].outbox.popleft())
-
-    def _lose(self, rank: int) -> None:
-        """As `Pool._reap` and `ProcessGather.lost`."""
-        self._hear_all(rank)
+    def lose(self, rank: int) -> None:
+        self.hear(rank)
         del self.hands[rank]
-        run = self.sent.pop(rank, None)
-        expected = None
+        run, expected = self.sent.pop(rank, None), None
         if run is not None and run.first < run.last:
             self.deaths[run.first] += 1
             if self.deaths[run.first] >= POISONOUS and rank in self.alone and run.first in self.missing:
                 expected = run.first
         assert self.scheduler.lost(rank) == expected
-        self.poisoned = self.poisoned or expected is not None
-
-    def _call_off(self) -> None:
-        for hand in self.hands.values():
-            hand.limit = 0
 
     # ---- what happens
 
@@ -346,44 +271,38 @@ class Evaluations(RuleBasedStateMachine):
         for turn in turns:
             for rank, hand in self.hands.items():
                 for _ in range(turn.chunks[rank]):
-                    if hand.busy and not hand.stopped:
-                        hand.work()
+                    hand.work()
             self.now += turn.seconds
-            for rank in self.hands.keys() - turn.unheard:
-                self._hear_all(rank)
-            self._direct([rank for rank in self._idle() if rank not in turn.unheard])
+            heard = sorted(self.hands.keys() - turn.unheard)
+            for rank in heard:
+                self.hear(rank)
+            self.direct(heard)
 
     @rule()
     def nobody_says_anything_until_a_chunk_is_late(self) -> None:
-        self._direct(self._idle())
-        due = self.scheduler.next_late(self._estimate)
+        self.direct(range(RANKS))
+        due = self.scheduler.next_late(self.estimate)
         self.now = max(self.now, due) if due < math.inf else self.now
-        self._direct(self._idle())
+        self.direct(range(RANKS))
 
     @rule(ranks=st.sets(WHO))
     def these_are_stopped_and_the_others_continue(self, ranks: set[int]) -> None:
         for rank, hand in self.hands.items():
             hand.stopped = rank in ranks
 
-    @rule(rank=WHO, when=st.sampled_from(["in a chunk", "before it says that it was the last"]))
-    def a_worker_dies(self, rank: int, when: str) -> None:
-        hand = self.hands.get(rank)
-        if hand is None:
-            return
-        if hand.busy and when == "before it says that it was the last":
-            hand.work()
-            if not hand.busy:
-                hand.outbox.pop()
-        self._lose(rank)
+    @rule(rank=WHO)
+    def a_worker_dies(self, rank: int) -> None:
+        if rank in self.hands:
+            self.lose(rank)
 
     @rule(rank=WHO)
     def a_worker_and_its_successors_die(self, rank: int) -> None:
         """Of the same chunk, if there is no other."""
         for _ in range(POISONOUS):
             if rank in self.hands:
-                self._lose(rank)
+                self.lose(rank)
             self.hands[rank] = Hand()
-            self._direct([rank])
+            self.direct([rank])
 
     @rule(paces=PACES)
     def the_dead_join_again_and_paces_change(self, paces: tuple[float | None, ...]) -> None:
@@ -391,99 +310,43 @@ class Evaluations(RuleBasedStateMachine):
         for rank in range(RANKS):
             self.hands.setdefault(rank, Hand())
 
-    @precondition(lambda self: self.heard)
-    @rule()
-    def the_last_reports_come_twice(self) -> None:
-        for rank, hand in self.hands.items():
-            if hand in self.heard and not hand.outbox:
-                self._hear(rank, self.heard[hand])
-
-    @precondition(lambda self: self.sent)
     @rule(rank=WHO)
     def an_order_ends_early(self, rank: int) -> None:
         """With an error, say; the chunk at hand is not finished."""
-        hand = self.hands.get(rank)
-        if hand is not None and hand.busy:
-            self._hear_all(rank)
-            hand.busy = False
-            if rank in self.sent:
-                self._end(rank)
+        self.hear(rank)
+        if rank in self.sent:
+            self.hands[rank].busy = False
+            self.end(rank)
 
-    @precondition(lambda self: self.turns >= 8)
-    @rule(shut_down=st.booleans(), cuts=CUTS)
-    def the_evaluation_is_abandoned(self, shut_down: bool, cuts: Sequence[int]) -> None:
-        """By Ctrl-C or for poison: the next one begins while workers are still at this one, or with new ones."""
-        self._call_off()
-        if shut_down:
-            for rank in list(self.hands):
-                self._lose(rank)
-            assert not self.scheduler.workers
-            self.hands = {rank: Hand() for rank in range(RANKS)}
-        self._plan(cuts)
-
-    @precondition(lambda self: self.poisoned)
-    @rule()
-    def poison_ends_the_evaluation(self) -> None:
-        self.the_evaluation_is_abandoned(False, self.cuts)
-
-    @precondition(lambda self: self.turns >= 8)
-    @rule(hanging=st.sets(WHO, max_size=RANKS - 1), paces=PACES, meanwhile=st.booleans())
-    def from_now_on_workers_behave(self, hanging: set[int], paces: tuple[float | None, ...], meanwhile: bool) -> None:
-        """All but those that hang: then the evaluation completes, and counts each chunk once."""
-        self.paces = tuple(pace or 0.01 for pace in paces) if hanging else paces
+    def teardown(self) -> None:
+        """From now on workers behave: then the evaluation completes, and counts each chunk once."""
+        if not hasattr(self, "hands"):
+            return
         for rank in range(RANKS):
-            if rank not in hanging:
-                self.hands.setdefault(rank, Hand())
-        rounds = 0
-        while self.scheduler.missing:
-            self._round(hanging)
-            rounds += 1
-            assert rounds <= (RANKS + 1) * (self.chunks + 1)
-        self._complete(meanwhile)
-        self._plan(self.cuts)
-
-    def _round(self, hanging: set[int]) -> None:
-        # of a suspect nobody has a copy: one waits until the pool has killed it
-        for rank in hanging & self.sent.keys():
-            if self.deaths[self.sent[rank].first] >= POISONOUS - 1:
-                self._lose(rank)
-        self._direct(self._idle())
-        self.now += LATE if hanging else 0.001
-        for rank, hand in self.hands.items():
-            hand.stopped = rank in hanging
-            if hand.busy and not hand.stopped:
+            self.hands.setdefault(rank, Hand()).stopped = False
+        for _ in range((RANKS + 1) * (len(self.missing) + 1)):
+            self.direct(range(RANKS))
+            self.now += 0.001
+            for rank, hand in self.hands.items():
                 hand.work()
-            self._hear_all(rank)
-
-    def _complete(self, meanwhile: bool) -> None:
-        """As the end of `ProcessBackend.evaluate`; workers may finish the chunk that they are at before the next."""
-        assert not self.missing
-        self._call_off()
-        for rank, hand in self.hands.items():
-            self._hear_all(rank)
-            if meanwhile and hand.busy:
-                hand.work()
+                self.hear(rank)
+        assert not self.missing and not self.scheduler.missing
 
     # ---- what holds at any time
 
     @invariant()
-    def the_number_of_missing_chunks_is_right(self) -> None:
+    def it_knows_what_is_missing_and_who_is_at_what(self) -> None:
         assert self.scheduler.missing == len(self.missing)
-
-    @invariant()
-    def it_knows_who_is_at_what(self) -> None:
         assert set(self.scheduler.workers) == self.sent.keys() <= self.hands.keys()
-        for rank in range(RANKS):
-            run, found = self.sent.get(rank), self.scheduler.current(rank)
-            expected = run.first if run is not None and run.first < run.last else None
-            assert (None if found is None else found[0]) == expected
+        for rank, run in self.sent.items():
+            found = self.scheduler.current(rank)
+            assert (None if found is None else found[0]) == (run.first if run.first < run.last else None)
 
     @invariant()
     def once_all_have_begun_only_what_is_late_is_given_out(self) -> None:
         spare = copy.deepcopy(self.scheduler)
         begun = spare.all_begun
-        given = spare.decide(range(RANKS), unknown, 0.0)
-        assert not (begun and given)
+        assert not (spare.decide(range(RANKS), unknown, 0.0) and begun)
 
     @invariant()
     def nothing_is_lost(self) -> None:
@@ -496,10 +359,6 @@ class Evaluations(RuleBasedStateMachine):
             assert isinstance(command, Assign)
             spare.reported(0, command.last, self.now)
             spare.ended(0)
-
-    def teardown(self) -> None:
-        if hasattr(self, "chunks"):
-            self.from_now_on_workers_behave(set(), self.paces, True)
 
 
 TestEvaluations = Evaluations.TestCase
