@@ -58,6 +58,7 @@ def test_much_is_passed_on_whole_and_the_file_does_not_grow_on(
         assert os.stat(f"/proc/{opt.workers[0].pid}/fd/2").st_blocks * 512 <= PAGE
 
 
+@pytest.mark.rows
 @pytest.mark.parametrize(
     "written, tail",
     [
@@ -73,9 +74,11 @@ def test_an_error_has_what_was_written_last(opt: BatchOptimizer, written: list[s
             os._exit(0)
 
     write(opt, *(text.encode() for text in written[:-1]))
-    with pytest.raises(WorkerLostError) as lost:
+    with pytest.raises(WorkerLostError, match=r"batchopt-worker-0.* exited with code 0 while running a func") as lost:
         opt.run_on_workers(die, written[-1])
     assert str(lost.value).endswith(tail) and len(str(lost.value)) < 6000
+    assert opt.run_on_workers(lambda worker: worker.rank) == [0, 1]
+    assert [worker.restarts for worker in opt.workers] == [1, 0]
 
 
 class Unripe(UserWarning):

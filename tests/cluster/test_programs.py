@@ -18,7 +18,7 @@ from tests.test_docs import ROOT, blocks
 if TYPE_CHECKING:
     from ray.cluster_utils import Cluster
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 ALONE = """
 import os, signal, sys, threading
@@ -53,7 +53,6 @@ while True:
 """
 
 
-@pytest.mark.rows
 @pytest.mark.parametrize("block, printed", [(0, 10), (1, 0)])
 def test_the_program_of_the_page_about_clusters(two_nodes: Cluster, block: int, printed: int, tmp_path: Path) -> None:
     programs = blocks(ROOT / "docs" / "cluster.md")
@@ -67,7 +66,6 @@ def test_the_program_of_the_page_about_clusters(two_nodes: Cluster, block: int, 
     assert len(losses) == printed and (not losses or losses[-1] < losses[0] / 100)
 
 
-@pytest.mark.nightly
 def test_without_a_cluster_one_is_started_with_a_token_and_without_a_dashboard() -> None:
     warnings = ["-W", "error:this Ray cluster asks:UserWarning"]
     with TemporaryDirectory(dir="/tmp") as folder:  # the name of a socket there may not be long
@@ -86,7 +84,6 @@ def test_without_a_cluster_one_is_started_with_a_token_and_without_a_dashboard()
     assert ended.returncode == 0 and ended.stdout.splitlines()[-1] == "done", ended.stderr
 
 
-@pytest.mark.nightly
 def test_a_killed_driver_leaves_no_worker(two_nodes: Cluster) -> None:
     environment = os.environ | {"RAY_ADDRESS": two_nodes.address, "PYTHONWARNINGS": "ignore"}
     with subprocess.Popen(

@@ -44,7 +44,7 @@ def node_of(pid: int, cluster: Cluster) -> Any:
     raise LookupError
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_same_bits_as_one_process_and_as_worker_processes(two_nodes: Cluster, undisturbed: str) -> None:
     assert steps("process", 3) == undisturbed
     assert steps("ray", 2) == undisturbed
@@ -65,7 +65,7 @@ def test_workers_are_spread_over_the_nodes_and_know_their_place(two_nodes: Clust
         assert all(worker.alive and worker.host and worker.restarts == 0 for worker in opt.workers)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_node_that_is_killed_in_mid_step(start: Start, undisturbed: str, tmp_path: Path) -> None:
     cluster = start(nodes=3, cores=2)
     with Disturbance(tmp_path, 20, lambda pid: cluster.remove_node(node_of(pid, cluster), allow_graceful=False)) as d:
@@ -108,7 +108,7 @@ def test_all_nodes_lost_is_an_error(start: Start) -> None:
         assert torch.equal(opt.parameters, before)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_node_that_joins_is_used_from_the_next_step_on(start: Start) -> None:
     cluster = start(nodes=1, cores=1)
     case = mlp(samples=96)

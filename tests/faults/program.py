@@ -84,16 +84,6 @@ def run_tasks(case: dict[str, Any]) -> dict[str, Any]:
     return outcome
 
 
-def _between(case: dict[str, Any], opt: batchopt.BatchOptimizer, step: int) -> None:
-    """Do what the case has between two steps, which changes no bit: functions of the batch of the last one, and changes
-    of the program."""
-    for what in case.get("between", []) if step else []:
-        if what == "task":
-            opt.total(lambda module, inputs, targets: module(inputs).sum())
-        else:
-            opt.module.note = step  # type: ignore[assignment]
-
-
 def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Three steps; what is left after them, or after the first error."""
     workload = mlp(samples=SAMPLES)
@@ -101,9 +91,8 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     outcome: dict[str, Any] = {"losses": []}
     before = opt.state_dict()
     try:
-        for step in range(3):
+        for _ in range(3):
             before = {"X": opt.parameters.clone(), "counters": opt.eval_counter}
-            _between(case, opt, step)
             outcome["losses"].append(opt.step(workload.inputs, workload.targets))
             if case.get("save"):
                 opt.save(folder / "checkpoint")
@@ -114,15 +103,12 @@ def run(case: dict[str, Any], folder: Path) -> dict[str, Any]:
             while len(outcome["losses"]) < 3:
                 outcome["losses"].append(opt.step(workload.inputs, workload.targets))
     assert opt.optimizer is not None
-    if "between" in case:
-        wait(opt)
     outcome |= {
         "fingerprint": opt.fingerprint(),
         "X": opt.parameters.clone(),
         "state": opt.optimizer.state_dict()["state"],
         "evaluations": opt.eval_counter,
         "restarts": [worker.restarts for worker in opt.workers],
-        "alive": [worker.alive for worker in opt.workers],
     }
     if not case.get("leave"):
         opt.close()

@@ -4,7 +4,7 @@ alike; what cannot be mended is an error."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from tests.faults.harness import ERRORS, Ended, Fault, Host, Play, equal, play, same_bits
-from tests.pairs import paired
 
 SLOW = pytest.mark.slow
 LAST = 5  # the chunk; chunks are 6 in all
@@ -30,6 +29,17 @@ def case(work: str, **options: Any) -> dict[str, Any]:
 def at(work: str) -> int:
     """The usual one: a step's second evaluation, or the task."""
     return TASKS[work] + 1 if work in TASKS else 2
+
+
+def chosen(rows: Iterable[Any], branch: Callable[[Any], object], quick: Collection[Any] = ()) -> list[Any]:
+    """All rows: one of each branch for each change, which vary in all else, the others for each night."""
+    branches: dict[object, list[Any]] = {}
+    kept = [*rows]
+    for row in kept:
+        branches.setdefault(branch(row), []).append(row)
+    one_each = [of_branch[7 * i % len(of_branch)] for i, of_branch in enumerate(branches.values())]
+    tiers = {row: [SLOW] if row in one_each else [pytest.mark.nightly] for row in kept}
+    return [pytest.param(*row, marks=[] if row in quick else tiers[row]) for row in kept]
 
 
 def kill(point: str, **where: Any) -> Fault:
@@ -108,8 +118,8 @@ def deaths() -> list[Any]:
         nths = (1,) if DEATHS[when].nth == 1 else (1, 2, 5) if work == "lbfgs" else (1, 2)  # of three
         rows += [(when, work, parallelize, nth) for nth in nths]
     rows += [(when, task, n, 0) for when, task, n in itertools.product(deaths_in("total", 1), TASKS, (1, 2, 3))]
-    quick = [("in the gradient", "sgd", 2), ("in the report", "sgd", 2)]  # and a task
-    return paired(rows, lambda row: () if row[:3] in quick or row[::2][:2] == ("after the form", 2) else [SLOW])
+    quick = ("in the gradient", "sgd", 2, 2), ("after the form", "collect", 2, 0)
+    return chosen(rows, lambda row: (row[0], row[1] in TASKS, row[3] == 1), quick)
 
 
 @pytest.mark.parametrize("when, work, parallelize, nth", deaths())
@@ -122,41 +132,15 @@ def test_a_death_at_any_moment_costs_the_chunk_at_hand(
     check(ended, oracle, work, lost(fault, work, parallelize))
 
 
-BETWEEN = {"change and task": ["change", "task"], "task and change": ["task", "change"]}
-BETWEEN |= {"both again": ["task", "change", "task", "change"]}
-
-
-def deaths_between() -> list[Any]:
-    """Deaths in the second of three steps, by what came between the first and the second one."""
-    rows = itertools.product(DEATHS, BETWEEN, (1, 2, 3))
-    return paired([*rows], lambda row: () if row[:2] == ("before the backward", "task and change") else [SLOW])
-
-
-@pytest.mark.parametrize("when, between, parallelize", deaths_between())
-def test_a_worker_that_starts_after_a_task_or_a_change_is_one_like_the_others(
-    run: Play, oracle: Play, when: str, between: str, parallelize: int
-) -> None:
-    fault = DEATHS[when]
-    if fault.nth == 2 and fault.point not in ("worker.backward", "worker.collect"):  # of tasks, too
-        fault = replace(fault, nth=2 + BETWEEN[between].count("task"))
-    ended = run(fault, parallelize=parallelize, between=BETWEEN[between], options={"timeout": 1000.0})
-    assert "error" not in ended.outcome, ended.outcome["error"]
-    assert ended.fired == [1]
-    compare(ended, oracle, "sgd")
-    assert all(ended.outcome["alive"]) and sum(ended.outcome["restarts"]) <= 1
-
-
 WAYS = ["SIGTERM", "SIGABRT", "segfault", "os._exit(0)", "os._exit(3)", "C exit", "hang", "hold the GIL", "SIGSTOP"]
 WAYS += ["close the pipe"]
 
 
-def ways() -> Iterable[Any]:
+def ways() -> list[Any]:
     rows = [(way, "lbfgs", parallelize, nth) for way in WAYS for parallelize in (1, 2, 3) for nth in (1, 2, 5)]
-    rows += [(way, task, 2, at(task)) for way in WAYS[:-1] for task in TASKS]
-    return paired(rows)
+    return chosen([*rows, *((way, task, 2, at(task)) for way in WAYS[:-1] for task in TASKS)], lambda row: row[0])
 
 
-@SLOW
 @pytest.mark.parametrize("way, work, parallelize, nth", ways())
 def test_any_way_to_end_or_to_hang_costs_the_chunk_at_hand(
     run: Play, oracle: Play, way: str, work: str, parallelize: int, nth: int
@@ -181,8 +165,9 @@ LIES = {
 }
 
 
-@SLOW
-@pytest.mark.parametrize("lie, work", [(lie, work) for lie, (_, works) in LIES.items() for work in works])
+@pytest.mark.parametrize(
+    "lie, work", chosen([(lie, work) for lie, (_, works) in LIES.items() for work in works], lambda row: row[0])
+)
 def test_invalid_reports_replace_the_worker(run: Play, oracle: Play, lie: str, work: str) -> None:
     point = LIES[lie][0]
     first = {"chunk": FIRST[2], "nth": at(work) - 1}
@@ -193,13 +178,13 @@ def test_invalid_reports_replace_the_worker(run: Play, oracle: Play, lie: str, w
 
 
 @SLOW
+@pytest.mark.rows
 @pytest.mark.parametrize("task", TASKS)
 def test_what_is_said_twice_counts_once(run: Play, oracle: Play, task: str) -> None:
     check(run(Fault("worker.send", "twice", chunk=FIRST[2], nth=at(task) - 1), **case(task)), oracle, task)
 
 
-@SLOW
-@pytest.mark.parametrize("work, parallelize", [*itertools.product(STEPS, (1, 2, 3)), *((task, 2) for task in TASKS)])
+@pytest.mark.parametrize("work, parallelize", chosen(itertools.product(WORKS, (3, 2, 1)), lambda row: row[0] in TASKS))
 def test_all_workers_die_at_once(run: Play, oracle: Play, parallelize: int, work: str) -> None:
     point = "worker.order" if work in TASKS else "worker.backward"
     ended = run(*[kill(point, who=r, nth=at(work)) for r in range(parallelize)], **case(work, parallelize=parallelize))
@@ -209,6 +194,7 @@ def test_all_workers_die_at_once(run: Play, oracle: Play, parallelize: int, work
 
 
 @SLOW
+@pytest.mark.rows
 @pytest.mark.parametrize("when", ["before the backward", "in the gradient"])
 def test_without_chunks_the_shards_keep_their_boundaries(tmp_path: Path, host: Host, when: str) -> None:
     given: dict[str, Any] = {"optimizer": "lbfgs", "parallelize": 2, "options": {"chunk_size": None}}
@@ -221,8 +207,7 @@ def test_without_chunks_the_shards_keep_their_boundaries(tmp_path: Path, host: H
 # ---- workers that are slow, or stand still
 
 
-@SLOW
-@pytest.mark.parametrize("work", WORKS)
+@pytest.mark.parametrize("work", chosen([(work,) for work in WORKS], lambda row: row[0] in TASKS))
 def test_a_stopped_worker_is_not_waited_for(run: Play, oracle: Play, work: str) -> None:
     """What it writes when it goes on is in no result. A task comes first: it stops whoever has the chunk then."""
     given = {"chunk": LAST} if work in TASKS else {"who": 1, "nth": 2}
@@ -263,8 +248,14 @@ def test_nobody_is_killed_for_being_slow_nor_while_the_parent_stands_still(
 # ---- what cannot be mended
 
 
-@pytest.mark.parametrize("work", ["sgd", *(pytest.param(work, marks=SLOW) for work in ("lbfgs", "collect", "total"))])
-@pytest.mark.parametrize("way, ended_workers", [("segfault", 3), ("SIGKILL", 6)])
+@pytest.mark.parametrize(
+    "work, way, ended_workers",
+    chosen(
+        [(work, *way) for work in WORKS for way in (("segfault", 3), ("SIGKILL", 6))],
+        lambda row: (row[0] in TASKS, row[1]),
+        [("sgd", "segfault", 3)],
+    ),
+)
 def test_a_chunk_that_ends_workers_again_and_again_is_poison_and_the_call_can_be_made_again(
     run: Play, oracle: Play, work: str, way: str, ended_workers: int
 ) -> None:
@@ -285,7 +276,8 @@ def test_a_chunk_that_hangs_is_poison_and_the_error_names_timeout(run: Play) -> 
 
 
 @SLOW
-@pytest.mark.parametrize("parallelize", [1, 2, 3])
+@pytest.mark.rows
+@pytest.mark.parametrize("parallelize", [2, 1, 3])
 def test_when_no_worker_is_left_that_is_an_error(run: Play, parallelize: int) -> None:
     faults = [kill("worker.backward", who=rank, nth=5) for rank in range(parallelize)]
     ended = run(*faults, parallelize=parallelize, options={"max_restarts": 0})
@@ -306,17 +298,11 @@ ARRIVES = "receiving the module"
 # By the point and what is done there each time: how the error begins, what is in it, how often it is tried at most, and
 # whether in processes of its own.
 NEVER: dict[tuple[str, str], tuple[str, str, int, bool]] = {
-    **{
-        ("worker.start", way): ("WorkerStartError: batchopt-w", "while starting", 6, False)
-        for way in ("SIGKILL", "C exit")
-    },
+    ("worker.start", "SIGKILL"): ("WorkerStartError: batchopt-w", "while starting", 6, False),
     ("worker.start", SAID): ("WorkerStartError: batchopt-worker-", "no such device", 6, False),
-    **{("forkserver.start", way): (OF_SERVER, "", 6, True) for way in ("SIGKILL", "C exit")},
-    **{("worker.install", way): ("WorkerStartError: ", ARRIVES, 2, False) for way in ("segfault", "os._exit(0)")},
-    **{
-        ("worker.install", way): ("WorkerError: ", ARRIVES, 2, False)
-        for way in ("raise OSError('no file')", "sys.exit(3)")
-    },
+    ("forkserver.start", "C exit"): (OF_SERVER, "", 6, True),
+    ("worker.install", "os._exit(0)"): ("WorkerStartError: ", ARRIVES, 2, False),
+    ("worker.install", "sys.exit(3)"): ("WorkerError: ", ARRIVES, 2, False),
 }
 
 
@@ -340,8 +326,7 @@ def test_a_process_to_fork_workers_from_that_ends_once_is_replaced(run: Play, or
 # ---- errors and interrupts
 
 
-@SLOW
-@pytest.mark.parametrize("error, work", paired(itertools.product(ERRORS, WORKS)))
+@pytest.mark.parametrize("error, work", chosen(itertools.product(ERRORS, WORKS), lambda row: row[0]))
 def test_an_exception_arrives_and_the_call_can_be_made_again(run: Play, oracle: Play, error: str, work: str) -> None:
     """Parameters, counters and the optimizer's state are as before: then it has the bits of the first try."""
     where = (
@@ -362,8 +347,7 @@ IN_STEPS = [*itertools.product([point for point in POINTS if point != "parent.an
 IN_TASKS = [*itertools.product(("parent.dispatched", "parent.heard", "parent.answers"), TASKS)]
 
 
-@SLOW
-@pytest.mark.parametrize("point, work", paired(IN_STEPS + IN_TASKS))
+@pytest.mark.parametrize("point, work", chosen(IN_STEPS + IN_TASKS, lambda row: (row[0], row[1] in TASKS)))
 def test_an_interrupt_in_the_parent_undoes_the_call(run: Play, oracle: Play, point: str, work: str) -> None:
     calls = {"calls": [work, "last"]} if work in TASKS else {}
     ended = run(Fault(point, "SIGINT", who="parent", nth=POINTS[point]), **case(work, again=True, **calls))
@@ -377,18 +361,13 @@ def test_an_interrupt_in_the_parent_undoes_the_call(run: Play, oracle: Play, poi
         compare(ended, oracle, work)
 
 
-@pytest.mark.slow
-@pytest.mark.rows
 @SLOW
+@pytest.mark.rows
 @pytest.mark.parametrize(
     "point, work",
     [
-        *((point, "sgd") for point in [*POINTS][:2]),
-        ("checkpoint.replace", "sgd"),
-        ("parent.answers", "total"),
-        *(pytest.param(point, "sgd", marks=pytest.mark.nightly) for point in [*POINTS][2:4]),
-        pytest.param("checkpoint.writing", "sgd", marks=pytest.mark.nightly),
-        *(pytest.param(point, "total", marks=pytest.mark.nightly) for point in ("parent.dispatched", "parent.heard")),
+        *((point, "sgd") for point in [*[*POINTS][:4], "checkpoint.replace", "checkpoint.writing"]),
+        *((point, "total") for point in ("parent.answers", "parent.dispatched", "parent.heard")),
     ],
 )
 def test_a_killed_parent_leaves_nothing(run: Play, point: str, work: str) -> None:

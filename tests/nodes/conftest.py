@@ -17,9 +17,7 @@ from tests.nodes import local
 
 # Of each part of the contract some, and what is about losses of workers; the rest is what nodes have in common with
 # every other backend.
-SOME = re.compile(
-    "do_not_depend|failed_step|goes_on_in_one|is_one_error|killed|normal_equations|writes_state|number_of"
-)
+SOME = re.compile("do_not_depend|failed_step|goes_on_in_one|is_one_error|killed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

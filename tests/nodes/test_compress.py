@@ -37,7 +37,7 @@ def test_steps_come_about_as_far_and_go_on_from_a_state(compress: Any) -> None:
         assert found[-1] < first
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_a_node_that_is_lost_had_left_is_told() -> None:
     local.end()
     case = mlp(samples=96)

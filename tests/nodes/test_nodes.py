@@ -52,6 +52,7 @@ def node_of(pid: int) -> psutil.Process:
 
 
 @pytest.mark.slow
+@pytest.mark.rows
 @pytest.mark.parametrize("lists", [False, True])
 def test_a_batch_that_comes_again_is_not_sent_again(monkeypatch: pytest.MonkeyPatch, lists: bool) -> None:
     torch.manual_seed(0)
@@ -96,6 +97,7 @@ def test_a_node_is_sent_its_shard_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.rows
 @pytest.mark.parametrize(
     "machines, numbers", [({"one": 4, "two": 4}, (2, 4, 3, 1)), ({"one": 5}, (3, 2, 1, 3))], ids=["nodes", "one node"]
 )
@@ -137,7 +139,7 @@ def test_a_lost_node_is_replaced() -> None:
         assert sum(worker.restarts for worker in opt.workers) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("losses")
 def test_a_failure_of_the_users_code_names_the_first_samples(tmp_path: Path) -> None:
     failed = tmp_path / "the first have failed"
@@ -249,7 +251,7 @@ def test_a_node_that_is_out_of_reach(undisturbed: str, tmp_path: Path, monkeypat
         local.discard(node.process)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_sign_of_zero_reaches_the_nodes() -> None:
     def sign(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         weight = module.get_parameter("weight")
@@ -266,7 +268,7 @@ def test_the_sign_of_zero_reaches_the_nodes() -> None:
         assert found == [1.0, -1.0]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_short_timeout_leaves_time_for_signs_of_life() -> None:
     case = mlp(samples=96)
     with optimizer(case, 2, timeout=0.5, chunk_size=None) as opt:
@@ -276,7 +278,7 @@ def test_a_short_timeout_leaves_time_for_signs_of_life() -> None:
         assert [worker.restarts for worker in opt.workers] == [0, 0]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_evaluation_may_take_longer_than_the_timeout() -> None:
     def slow(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         threading.Event().wait(0.1 * float(module.get_parameter("bias").detach() > 0))

@@ -1,4 +1,4 @@
-"""What the tests have ranks do: `python -m tests.ranks.programs NAME ARGUMENTS...` on each, which prints a line."""
+"""What the tests have ranks do, each of which prints a line; `python -m tests.ranks.programs` is `trained`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import copy
 import os
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +64,6 @@ def differ(how: str) -> None:
     module, inputs, targets = parts(seed=RANK if how == "seed" else 0)
     if how == "batch" and RANK == 1:
         inputs[7, 3] += 1e-9
-    if how == "order" and RANK == 1:
-        order = torch.randperm(len(inputs))
-        inputs, targets = inputs[order], targets[order]
     batch: Any = inputs, targets
     if how == "lists":
         shuffled = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(RANK)).tolist()
@@ -90,8 +86,6 @@ def differ(how: str) -> None:
             if how == "calls" and RANK == 1:
                 opt.run_on_workers(lambda worker: None)
             opt.evaluate()
-            if how == "mode" and RANK == 1:
-                module.body[2].eval()
             if how == "attribute" and RANK == 1:
                 setattr(module.body[2], "p", 0.2)  # noqa: B010
             opt.step(*batch)
@@ -250,7 +244,5 @@ def nothing() -> None:
     print("nothing")
 
 
-PROGRAMS: list[Callable[..., None]] = [bits, differ, raises, lost, trained, compressed, grouped, resized, large]
-
 if __name__ == "__main__":
-    {program.__name__: program for program in PROGRAMS}[sys.argv[1]](*sys.argv[2:])
+    trained(*sys.argv[1:])
