@@ -300,25 +300,6 @@ def test_a_worker_may_have_workers_of_its_own() -> None:
 # ---- between steps
 
 
-def test_workers_are_added_and_removed_between_steps() -> None:
-    case, alone = mlp(), mlp()
-    made: dict[str, Any] = {"chunk_size": 4, "optimizer": "sgd", "precode": lambda w: w.state.update(born=w.rank)}
-    with (
-        BatchOptimizer(case.module, case.criterion, parallelize=2, **made) as opt,
-        BatchOptimizer(alone.module, alone.criterion, **made) as oracle,
-    ):
-        for workers in (2, 3, 1, 2):
-            opt.resize(workers)
-            assert len(opt.workers) == workers
-            assert opt.run_on_workers(lambda w: (w.rank, w.world_size, w.state["born"])) == [
-                (rank, workers, rank) for rank in range(workers)
-            ]
-            assert opt.step(case.inputs, case.targets) == oracle.step(alone.inputs, alone.targets)
-        assert opt.fingerprint() == oracle.fingerprint()
-        with pytest.raises(ValueError, match="`parallelize` must be >= 1"):
-            opt.resize(0)
-
-
 @pytest.mark.slow
 def test_workers_that_cannot_be_added_leave_those_that_there_are() -> None:
     def fail(worker: Worker) -> None:

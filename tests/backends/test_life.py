@@ -98,15 +98,6 @@ def test_results_of_functions_have_tensors_of_any_kind_or_it_is_said_why_not() -
 
 
 @pytest.mark.rows
-@pytest.mark.parametrize("size", [0, 2**23])
-def test_arguments_and_results_of_any_size_arrive_whole(size: int) -> None:
-    body = os.urandom(size)
-    with BatchOptimizer(Mlp(), nn.MSELoss(), parallelize=2) as opt:
-        for _ in range(2):
-            assert opt.run_on_workers(lambda worker, given: given, body) == [body, body]
-
-
-@pytest.mark.rows
 @pytest.mark.parametrize("size", [2**14, 2**20])
 def test_results_of_hooks_of_any_size_arrive_whole(size: int) -> None:
     """Though nobody wakes the parent up for the report of a chunk: full pipes are emptied."""
@@ -210,32 +201,6 @@ def test_speeds_that_are_given_fix_the_shares() -> None:
     ) as opt:
         opt.step(case.inputs, case.targets)
         assert opt.hook_results == [(0, 30), (2, 10)]
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("parallelize", [1, 2])
-def test_ten_thousand_evaluations_leave_memory_descriptors_and_threads_flat(parallelize: int) -> None:
-    def usage(pid: int) -> tuple[int, int, int]:
-        process = psutil.Process(pid)
-        return process.memory_full_info().uss, process.num_fds(), process.num_threads()
-
-    case = mlp()
-    one: dict[str, Any] = {"threads_per_worker": 1}  # several spin, and wait for each other on a busy machine
-    with BatchOptimizer(case.module, case.criterion, parallelize=parallelize, optimizer="sgd", **one) as opt:
-        everyone = {os.getpid(), *(worker.pid for worker in opt.workers)}
-        opt.load(case.inputs, case.targets)
-        for _ in range(1000):
-            opt.evaluate()
-        before = {pid: usage(pid) for pid in everyone}
-        for i in range(10_000):
-            if i % 10 == 0:
-                opt.load(case.inputs, case.targets)
-            opt.evaluate()
-        for pid, (memory, descriptors, threads) in before.items():
-            now = usage(pid)
-            assert now[0] < memory + 4e6, f"memory grew by {(now[0] - memory) / 1e6:.1f} MB"
-            assert now[1] <= descriptors + 4  # an evaluation that was done twice takes another block
-            assert now[2] == threads
 
 
 @pytest.mark.slow

@@ -173,11 +173,6 @@ def counted(net: Any, y: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def kept(net: Any, y: torch.Tensor) -> torch.Tensor:
-    net.last = y
-    return y
-
-
 def touchy(net: Any, y: torch.Tensor) -> torch.Tensor:
     factor = 1.0 + 0.0 * float(np.random.rand())
     if torch._C._len_torch_dispatch_stack():
@@ -190,7 +185,6 @@ OBSTACLES: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], str]] = 
     "waits": (lambda net, y: y * net.constant[0].item(), "waits for elements"),
     "masks": (lambda net, y: y + y[y > 0.5].sum(), "waits for elements"),
     "counts": (counted, "change attributes"),
-    "keeps": (kept, "change attributes" if CAN_ADD_THERE else "is kept with its autograd graph"),
     "draws in NumPy": (lambda net, y: y + 0 * float(np.random.rand()), "generators of NumPy or Python"),
     "draws and will not be looked at": (touchy, "cannot be looked at"),
 }

@@ -129,25 +129,6 @@ def test_a_node_that_joins_is_used_from_the_next_step_on(start: Start) -> None:
 
 
 @pytest.mark.nightly
-def test_a_node_that_joins_and_cannot_work_is_left_alone(start: Start) -> None:
-    def precode(worker: Worker) -> None:
-        if worker.rank > 0:
-            raise OSError("no such device")
-
-    cluster = start(nodes=1, cores=1)
-    case = mlp(samples=96)
-    with BatchOptimizer(
-        case.module, case.criterion, backend="ray", parallelize="auto", optimizer="sgd", precode=precode
-    ) as opt:
-        opt.step(case.inputs, case.targets)
-        cluster.add_node(num_cpus=2)
-        with pytest.warns(UserWarning, match="could not start 2 additional workers.* no such device"):
-            opt.step(case.inputs, case.targets)
-        opt.step(case.inputs, case.targets)
-        assert [worker.alive for worker in opt.workers] == [True]
-
-
-@pytest.mark.nightly
 def test_a_module_that_the_nodes_lack_is_named(two_nodes: Cluster, tmp_path: Path) -> None:
     (tmp_path / "only_here.py").write_text("from torch import nn\nclass Net(nn.Linear):\n    pass\n")
     with pytest.MonkeyPatch.context() as patch:

@@ -23,11 +23,10 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
 
 @pytest.fixture
 def run(tmp_path: Path, host: Host) -> Play:
-    """Plays a case in a folder of its own; `alone`: in processes of its own, too."""
+    """Plays a case in a folder of its own."""
 
-    def play_case(*faults: Fault, alone: bool = False, **case: Any) -> Ended:
-        case = {"optimizer": "sgd", "parallelize": 2, **case}
-        return play(tmp_path / "run", faults, None if alone else host, **case)
+    def play_case(*faults: Fault, **case: Any) -> Ended:
+        return play(tmp_path / "run", faults, host, **{"optimizer": "sgd", "parallelize": 2, **case})
 
     return play_case
 

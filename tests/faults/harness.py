@@ -76,8 +76,15 @@ class Host:
         """Returns 0, or the exit code of the process that the case has ended; and what was written to standard
         error."""
         if self._process is None:
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-            self._process = start([str(self._home)], self._home, **pipes)
+            paths = [str(HERE), str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")]
+            environment = {"BATCHOPT_TEST_FAULTS": str(self._home), "PYTHONPATH": os.pathsep.join(paths)}
+            self._process = subprocess.Popen(
+                [sys.executable, "-W", "error", "-m", "tests.faults.program", str(self._home)],
+                env={**os.environ, **environment},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
         orders, answers = self._process.stdin, self._process.stdout
         assert orders is not None and answers is not None
         orders.write(json.dumps([case, str(folder)]) + "\n")
@@ -97,38 +104,15 @@ class Host:
         return process.returncode
 
 
-def start(arguments: list[str], plans: Path, **options: Any) -> subprocess.Popen[str]:
-    """Start the program, whose plan, or the name of the folder that has it, is in the folder `plans`."""
-    environment = os.environ | {
-        "BATCHOPT_TEST_FAULTS": str(plans),
-        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")]),
-    }
-    return subprocess.Popen(
-        [sys.executable, "-W", "error", "-m", "tests.faults.program", *arguments], env=environment, **options
-    )
-
-
-def alone(folder: Path, case: dict[str, Any]) -> tuple[int, str]:
-    """Play a case in a process of its own; its exit code, and what was written to standard error."""
-    with start([json.dumps(case), str(folder)], folder, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            _, stderr = process.communicate(timeout=LIMIT)
-        finally:
-            if process.poll() is None:
-                process.kill()
-    return process.returncode, stderr
-
-
-def play(folder: Path, faults: Sequence[Fault], host: Host | None = None, **case: Any) -> Ended:
-    """Play a case under the faults, to its end, in `host`, or else in a process of its own; fails if it leaves a
-    process."""
+def play(folder: Path, faults: Sequence[Fault], host: Host, **case: Any) -> Ended:
+    """Play a case under the faults in `host`, to its end; fails if it leaves a process."""
     folder.mkdir(exist_ok=True)
     (folder / "plan.json").write_text(json.dumps([vars(fault) for fault in faults]))
-    returncode, stderr = host.play(folder, case) if host is not None else alone(folder, case)
+    returncode, stderr = host.play(folder, case)
     log = folder / "log"
     lines = [line.split() for line in log.read_text().splitlines()] if log.exists() else []
     pids = {int(pid) for _, pid, _ in lines}
-    assert_gone(pids - {host.pid} if host is not None else pids)
+    assert_gone(pids - {host.pid})
     outcome = torch.load(folder / "outcome", weights_only=True) if (folder / "outcome").exists() else {}
     fired = [len(list(folder.glob(f"fired-{i}-*"))) for i in range(len(faults))]
     return Ended(outcome, returncode, stderr, Counter(int(chunk) for _, _, chunk in lines), fired, pids)

@@ -1,5 +1,5 @@
-"""A run under planned faults: `python -m tests.faults.program '<case as JSON>' <folder for the outcome>`; or one after
-the other, as standard input names them, line by line: `python -m tests.faults.program <folder of its own>`."""
+"""Runs under planned faults, one after the other, as standard input names them, line by line: a case as JSON and a
+folder for its outcome. `python -m tests.faults.program <folder of its own>`."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def serve(home: Path) -> None:
 
 
 def main() -> None:
-    """One case, or many."""
+    """Until standard input ends."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests were started in the background
     ProcessBackend.local = False  # a single worker is a process here too
     # The process that workers are forked from is not replaced between two cases, however long tests of others take,
@@ -157,10 +157,7 @@ def main() -> None:
         "batchopt_workers.life.forkserver import main", "tests.preload import lasting as main"
     )
     forkserver.ANSWERING = forkserver.STARTING
-    if len(sys.argv) == 2:
-        serve(Path(sys.argv[1]))
-    else:
-        play(json.loads(sys.argv[1]), Path(sys.argv[2]))
+    serve(Path(sys.argv[1]))
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ class Plan:
             os.write(log, f"{faults.rank} {os.getpid()} {chunk}\n".encode())
             os.close(log)
         for i, fault in enumerate(self._faults):
-            who = "parent" if faults.rank < 0 and point != "forkserver.start" else faults.rank
+            who = "parent" if faults.rank < 0 else faults.rank
             mine = fault["who"] == who or (fault["who"] == "worker" and who != "parent")
             if mine and fault["point"] == point and fault.get("chunk") in (None, chunk):
                 self._seen[i] += 1
@@ -138,8 +138,6 @@ def install(folder: Path) -> None:
         faults.hook = LatestPlan(folder)
         return
     faults.hook = Plan(folder)
-    if "batchopt-forkserver" in sys.orig_argv:
-        faults.point("forkserver.start")
 
 
 if "BATCHOPT_TEST_FAULTS" in os.environ:

@@ -293,34 +293,23 @@ def test_a_survivor_goes_on_alone(run: Play, oracle: Play) -> None:
 
 
 SAID = "import sys; print('no such device', file=sys.stderr); import os; os._exit(0)"
-OF_SERVER = "WorkerStartError: batchopt-worker-0 could not be made: the process that workers are forked from ended with"
 ARRIVES = "receiving the module"
-# By the point and what is done there each time: how the error begins, what is in it, how often it is tried at most, and
-# whether in processes of its own.
-NEVER: dict[tuple[str, str], tuple[str, str, int, bool]] = {
-    ("worker.start", "SIGKILL"): ("WorkerStartError: batchopt-w", "while starting", 6, False),
-    ("worker.start", SAID): ("WorkerStartError: batchopt-worker-", "no such device", 6, False),
-    ("forkserver.start", "C exit"): (OF_SERVER, "", 6, True),
-    ("worker.install", "os._exit(0)"): ("WorkerStartError: ", ARRIVES, 2, False),
-    ("worker.install", "sys.exit(3)"): ("WorkerError: ", ARRIVES, 2, False),
+# By the point and what is done there each time: how the error begins, what is in it, and how often it is tried at most.
+NEVER: dict[tuple[str, str], tuple[str, str, int]] = {
+    ("worker.start", "SIGKILL"): ("WorkerStartError: batchopt-w", "while starting", 6),
+    ("worker.start", SAID): ("WorkerStartError: batchopt-worker-", "no such device", 6),
+    ("worker.install", "os._exit(0)"): ("WorkerStartError: ", ARRIVES, 2),
+    ("worker.install", "sys.exit(3)"): ("WorkerError: ", ARRIVES, 2),
 }
 
 
 @SLOW
 @pytest.mark.parametrize("point, way", NEVER)
 def test_workers_that_never_start_and_modules_that_never_arrive_are_an_error(run: Play, point: str, way: str) -> None:
-    begins, words, most, alone = NEVER[point, way]
-    ended = run(Fault(point, way, times=1000), alone=alone)
+    begins, words, most = NEVER[point, way]
+    ended = run(Fault(point, way, times=1000))
     assert ended.outcome["error"].startswith(begins) and words in ended.outcome["error"]
     assert 1 <= ended.fired[0] <= most
-
-
-@SLOW
-def test_a_process_to_fork_workers_from_that_ends_once_is_replaced(run: Play, oracle: Play) -> None:
-    ended = run(kill("forkserver.start"), alone=True)
-    assert ended.fired == [1]
-    compare(ended, oracle, "sgd")
-    assert ended.outcome["restarts"] == [0, 0]
 
 
 # ---- errors and interrupts
@@ -372,6 +361,6 @@ def test_an_interrupt_in_the_parent_undoes_the_call(run: Play, oracle: Play, poi
 )
 def test_a_killed_parent_leaves_nothing(run: Play, point: str, work: str) -> None:
     given = {"calls": [work, "last"]} if work in TASKS else {"save": True}
-    ended = run(kill(point, who="parent", nth=POINTS.get(point, 2)), **case(work, alone=True, **given))
-    assert ended.returncode == -9  # and `play` has looked for processes
+    ended = run(kill(point, who="parent", nth=POINTS.get(point, 2)), **case(work, **given))
+    assert ended.returncode == -9 and ended.fired == [1]  # and `play` has looked for processes
     assert len(ended.pids) == 2 or work in TASKS

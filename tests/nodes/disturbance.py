@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,26 +36,27 @@ def steps(
         return opt.fingerprint()
 
 
+def _await(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
 class Disturbance:
     """A hook, that runs in the workers: the first to come to chunk `chunk` says so and waits for `do` to be over. `do`
     runs in this process, and is given the worker's pid."""
 
     def __init__(self, folder: Path, chunk: int, do: Callable[[int], None]) -> None:
-        self._folder, self._do = folder, do
-        self._thread = threading.Thread(target=self._watch)
+        self._do, self._thread, self._is_over = do, threading.Thread(target=self._watch), False
+        self._pid, self._done = folder / "pid", folder / "done"
+        pid, over = self._pid, folder / "over"
+        self._over = over
 
         def hook(worker: Worker, sample: Sample) -> None:
-            if sample.indices.start // 4 != chunk:
-                return
-            try:
-                descriptor = os.open(folder / "there", os.O_CREAT | os.O_EXCL | os.O_WRONLY)
-            except FileExistsError:
-                return
-            os.write(descriptor, str(os.getpid()).encode())
-            os.close(descriptor)
-            deadline = time.monotonic() + 60
-            while not (folder / "over").exists() and time.monotonic() < deadline:
-                time.sleep(0.01)
+            if sample.indices.start // 4 == chunk:
+                with suppress(FileExistsError):
+                    pid.symlink_to(str(os.getpid()))
+                    _await(over.exists)
 
         self.hook = hook
 
@@ -63,17 +65,12 @@ class Disturbance:
         return self
 
     def __exit__(self, *_: object) -> None:
-        (self._folder / "there").touch()
+        self._is_over = True
         self._thread.join()
 
     def _watch(self) -> None:
-        there = self._folder / "there"
-        deadline = time.monotonic() + 60
-        while not (there.exists() and there.stat().st_size) and time.monotonic() < deadline:
-            time.sleep(0.01)
-            if there.exists() and not there.stat().st_size and not self._thread.is_alive():
-                return
-        if there.exists() and there.stat().st_size:
-            self._do(int(there.read_text()))
-            (self._folder / "done").touch()
-        (self._folder / "over").touch()
+        _await(lambda: self._pid.is_symlink() or self._is_over)
+        if self._pid.is_symlink():
+            self._do(int(os.readlink(self._pid)))
+            self._done.touch()
+        self._over.touch()

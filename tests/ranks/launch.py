@@ -1,4 +1,4 @@
-"""Starts processes as torchrun does: each is told its rank, and where all of them meet."""
+"""Starts ranks: as torchrun does, each is told its number and where all of them meet; or by what starts them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,39 +29,6 @@ def free_port() -> int:
 def _variables(size: int, port: int) -> dict[str, str]:
     found = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     return {name: str(value) for name, value in found.items()}
-
-
-def start(
-    arguments: Sequence[str], rank: int, size: int, port: int, environment: Mapping[str, str] = os.environ
-) -> subprocess.Popen[str]:
-    """Start `python *arguments` as one of the ranks; its output is to be read."""
-    given = {**_variables(size, port), "RANK": str(rank)}
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "workers")])
-    return subprocess.Popen(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env={**environment, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **given},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def launched(
-    arguments: Sequence[str], size: int, seconds: float = 120.0, environment: Mapping[str, str] = os.environ
-) -> list[str]:
-    """What each of `size` ranks prints. Fails if one of them does."""
-    port = free_port()
-    ranks = [start(arguments, rank, size, port, environment) for rank in range(size)]
-    try:
-        found = [rank.communicate(timeout=seconds)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    for rank, output in zip(ranks, found, strict=True):
-        assert rank.returncode == 0, "\n".join(output[-6000:] for output in found)
-    return found
 
 
 # Forks processes that have imported what a rank needs: importing torch takes longer than most programs.
@@ -113,3 +79,26 @@ def program(name: str, *arguments: object, size: int = 2, lacking: int | None = 
                     rank.kill()
                     rank.join()
         return [output.read_text().strip().splitlines()[-1] for i, output in enumerate(outputs) if i != lacking]
+
+
+# ---- what else starts them
+
+
+def environment(**variables: str) -> dict[str, str]:
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "workers")])
+    return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **variables}
+
+
+def launch(*command: object, **variables: str) -> str:
+    """What is printed by what a launcher starts."""
+    arguments = [*map(str, command)]
+    found = subprocess.run(
+        arguments, cwd=ROOT, env=environment(**variables), capture_output=True, text=True, timeout=280
+    )
+    assert found.returncode == 0, found.stderr[-4000:]
+    return found.stdout
+
+
+def torchrun(restarts: int = 0) -> list[str]:
+    options = ["--nproc-per-node", "2", "--max-restarts", str(restarts), f"--master-port={free_port()}"]
+    return [sys.executable, "-m", "torch.distributed.run", *options]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
-from tests.ranks.launch import launched
+from tests.ranks.launch import launch, torchrun
 
 CONTRACT = ["-m", "pytest", "tests/ranks/contract.py", "-q", "-m", "", "-n", "0", "-p", "no:cacheprovider"]
 
@@ -27,6 +26,5 @@ SOME = "do_not_depend or failed_step or goes_on_in_one or is_one_error"
     ],
 )
 def test_the_contract(workers: str, some: str, tmp_path: Path) -> None:
-    given = {"WORKERS_OF_RANKS": workers, "FOLDER_OF_RANKS": str(tmp_path)}
-    found = launched([*CONTRACT, "-k", some], 2, 280.0, {**os.environ, **given})
-    assert all("passed" in output and "failed" not in output for output in found)
+    found = launch(*torchrun(), *CONTRACT, "-k", some, WORKERS_OF_RANKS=workers, FOLDER_OF_RANKS=str(tmp_path))
+    assert found.count(" passed") == 2 and "failed" not in found

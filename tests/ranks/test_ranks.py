@@ -16,7 +16,7 @@ import torch
 
 from batchopt import BatchoptError
 from batchopt.backends.ranks.launch import Launch, read_launch
-from tests.ranks.launch import ROOT, free_port, program
+from tests.ranks.launch import ROOT, environment, free_port, launch, program, torchrun
 
 
 @cache
@@ -119,26 +119,8 @@ def test_a_group_that_the_user_has_made() -> None:
     assert set(program("grouped")) == {alone()}
 
 
-def environment(**variables: str) -> dict[str, str]:
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "workers")])
-    return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **variables}
-
-
-def launch(*command: object) -> str:
-    """What is printed by what a launcher starts."""
-    arguments = [*map(str, command)]
-    found = subprocess.run(arguments, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=280)
-    assert found.returncode == 0, found.stderr[-4000:]
-    return found.stdout
-
-
 def fingerprints(printed: str) -> list[str]:
     return re.findall(r"[0-9a-f]{64}", printed)
-
-
-def torchrun() -> list[str]:
-    options = ["--nproc-per-node", "2", "--max-restarts", "2", f"--master-port={free_port()}"]
-    return [sys.executable, "-m", "torch.distributed.run", *options]
 
 
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable]
@@ -151,7 +133,9 @@ def test_a_rank_that_is_killed_and_started_again_by_torchrun_ends_with_the_same_
     for killed in ("", "killed"):
         folder = tmp_path / (killed or "undisturbed")
         folder.mkdir()
-        found += fingerprints(launch(*torchrun(), "-m", "tests.ranks.programs", folder, *[killed] * bool(killed)))
+        found += fingerprints(
+            launch(*torchrun(restarts=2), "-m", "tests.ranks.programs", folder, *[killed] * bool(killed))
+        )
         assert len((folder / "log.jsonl").read_text().splitlines()) == 4
     assert (tmp_path / "killed" / "killed").exists()
     assert len(found) == 4 and len(set(found)) == 1

@@ -11,9 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from batchopt import WorkerError
 from tests.building import loaded
-from tests.workloads import Listed
 
 ITEMS = [(torch.tensor([float(n)]), torch.tensor([0.0])) for n in range(4)]
 
@@ -107,12 +105,3 @@ def test_what_nobody_can_watch_is_collated_each_time(make: Callable[[torch.Tenso
 def test_what_draws_is_kept(make: Callable[[torch.Tensor], Any]) -> None:
     """Draws of a forward do not depend on whether its samples were collated."""
     assert collated(make) == 2
-
-
-@pytest.mark.parametrize("parallelize", [1, 2])
-def test_an_item_of_whose_targets_one_is_ignored_is_named(parallelize: int) -> None:
-    data = Listed(*((torch.ones(5), torch.tensor([0, 3 * (i == 2)])) for i in range(4)))
-    module, criterion = nn.Sequential(nn.Linear(5, 8), nn.Unflatten(1, (4, 2))), nn.CrossEntropyLoss(ignore_index=3)
-    with pytest.raises(WorkerError, match=r"sample 2.*ignore_index, 3"):
-        with loaded(module, criterion, data, parallelize=parallelize, chunk_size=2) as opt:
-            opt.evaluate()

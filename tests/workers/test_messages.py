@@ -4,7 +4,6 @@ import os
 import resource
 import socket
 import threading
-from array import array
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -19,9 +18,9 @@ from batchopt_workers.evaluate.tree import Node
 from batchopt_workers.wire.failures import Failure
 from batchopt_workers.wire.layout import Layout, Slot
 from batchopt_workers.wire.memory import GrowingFile, SharedBlock
-from batchopt_workers.wire.orders import Kind, Message, Order, Start
+from batchopt_workers.wire.orders import Message
 from batchopt_workers.wire.packets import HEAD, Received, packet
-from batchopt_workers.wire.page import DONE, EVALUATION, NUMBER, PAGE, Board
+from batchopt_workers.wire.page import PAGE, Board
 
 U64 = st.integers(0, 2**64 - 1)
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)  # what UTF-8 can say
@@ -43,19 +42,9 @@ def test_every_truncation_and_bytes_past_the_end_are_a_value_error(failure: Fail
             Failure.decode(wrong)
 
 
-def damaged(failure: Failure, changes: list[tuple[int, int]]) -> bytes:
-    frame = bytearray(failure.encode())
-    for at, byte in changes:
-        frame[at % len(frame)] = byte
-    return bytes(frame)
-
-
-CHANGES = st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 255)), min_size=1, max_size=4)
-
-
-@given(st.binary(max_size=80) | st.builds(damaged, FAILURES, CHANGES))
+@given(st.binary(max_size=80))
 @settings(deadline=None, max_examples=200)
-def test_any_bytes_and_damaged_ones_are_a_failure_or_a_value_error(frame: bytes) -> None:
+def test_any_bytes_are_a_failure_or_a_value_error(frame: bytes) -> None:
     with suppress(ValueError):
         assert isinstance(Failure.decode(frame), Failure)
 
@@ -91,7 +80,7 @@ def test_any_bytes_are_a_packet_or_an_error(pipe: tuple[Channel, socket.socket],
         assert len(data) < HEAD.size or data[8] not in set(Message) or data[9]
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, 2**14, 2**14 + 1, 3_000_000])
+@pytest.mark.parametrize("nbytes", [0, 2**14, 2**14 + 1])
 def test_packets_of_any_length_arrive_with_their_descriptors(pipe: tuple[Channel, socket.socket], nbytes: int) -> None:
     (channel, theirs), body, file = pipe, os.urandom(nbytes), GrowingFile()
     before = len(os.listdir("/proc/self/fd"))
@@ -145,65 +134,12 @@ def test_without_a_free_descriptor_a_large_packet_is_an_error(pipe: tuple[Channe
 # ---- the page of a worker: what each side writes, the other one reads, whenever it looks
 
 
-I63 = st.integers(0, 2**62)
-FLOATS = st.floats(allow_nan=False)
 LAYOUT = Layout((Slot("a", (2,), 0), Slot("b", (1,), 2)), torch.float32)
 TERMS, ROWS = 2, 5
 
 
 def rows() -> Rows:
     return Rows(LAYOUT, 0, ROWS, SharedBlock.create(rows_nbytes(LAYOUT, 0, ROWS, TERMS)), terms=TERMS)
-
-
-PARTIALS = st.lists(
-    st.builds(
-        PartialSum,
-        st.integers(0, ROWS - 1),
-        st.tuples(*[FLOATS] * TERMS),
-        st.binary(min_size=len(LAYOUT.slots), max_size=len(LAYOUT.slots)),
-    ),
-    max_size=ROWS,
-    unique_by=lambda partial: partial.row,
-)
-NODES = st.builds(Node, st.integers(0, 40), st.integers(0, 2**32))
-REPORTS = st.builds(
-    lambda next_, began, seconds, drew, partials, nodes: Report(
-        next_, began, seconds, drew, [*zip(nodes, partials, strict=False)]
-    ),
-    I63,
-    FLOATS,
-    FLOATS,
-    st.booleans(),
-    PARTIALS,
-    st.lists(NODES, min_size=ROWS, max_size=ROWS),
-)
-
-
-@given(I63, st.builds(Order, I63, I63, I63, I63, st.sampled_from(Kind)), st.builds(Start, I63, I63))
-@settings(deadline=None)
-def test_an_order_is_read_until_it_is_done(number: int, order: Order, start: Start) -> None:
-    board = Board.create(3)
-    ours, theirs, number = board.page(1), Board(board.block, 3).page(1), number + 1
-    assert theirs.order() is None and board.is_done
-    evaluation, step, first, last, kind = order
-    ours.ints[EVALUATION:NUMBER] = memoryview(array("q", (evaluation, step, kind, first, last, *start, 0)))
-    ours.ints[NUMBER] = number
-    assert theirs.order() == (number, order, start) and not board.is_done
-    assert board.page(0).order() is None and board.page(2).order() is None
-    theirs.finish(number, None)
-    assert theirs.order() is None and ours.ints[DONE] == number and board.is_done
-
-
-@given(st.lists(REPORTS, min_size=1, max_size=4), st.integers(0, 9), st.booleans())
-@settings(deadline=None)
-def test_the_latest_report_is_read_as_it_was_made(reports: list[Report], said: int, hooked: bool) -> None:
-    board, memory = Board.create(1), rows()
-    page = board.page(0)
-    for report in reports:
-        page.report(report, said, hooked, memory)
-        assert board.page(0).read(memory) == (report, hooked)
-    without = [(node, partial._replace(losses=(), used=b"")) for node, partial in reports[-1].partials]
-    assert page.read(None)[0] == reports[-1]._replace(partials=without)
 
 
 def report(chunk: int, row: int = 0) -> Report:
