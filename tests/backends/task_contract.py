@@ -258,24 +258,6 @@ class TaskContract(LeastSquaresContract):
         assert losses == expected_losses
         assert all(map(torch.equal, statistics, expected)) and statistics[-1] == 4
 
-    def test_a_callback_in_the_middle_of_a_step_may_predict(self, make: Make) -> None:
-        torch.manual_seed(0)
-
-        def run(asks: bool) -> tuple[str, list[float]]:
-            torch.manual_seed(0)
-            module, seen = Mlp().double(), []
-            opt = make(module, nn.MSELoss(), optimizer=None, chunk_size=5)
-
-            def ask(_: Any) -> None:
-                seen.append(opt.score((X[:9], Y[:9]), nn.functional.mse_loss))
-
-            opt.optimizer = batchopt.LBFGS(module.parameters(), max_iter=5, callback=ask if asks else None)
-            opt.step(X, Y)
-            return opt.fingerprint(), seen
-
-        (asked, seen), (silent, _) = run(True), run(False)
-        assert asked == silent and len(set(seen)) == 5
-
     # ---- what stands on them
 
     def test_scores_are_the_serial_numbers(self, make: Make) -> None:

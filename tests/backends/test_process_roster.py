@@ -10,7 +10,7 @@ from batchopt.backends.process.roster import (
     Roster,
 )
 from batchopt.backends.timeouts import ATTEMPTS
-from batchopt.errors import AllWorkersLostError, WorkerLostError, WorkerStartError
+from batchopt.errors import AllWorkersLostError, WorkerStartError
 
 
 def infos(*ranks: int) -> list[WorkerInfo]:
@@ -30,21 +30,6 @@ def roster(workers: int = 2, restarts: int = 2) -> Roster:
 
 def end(made: Roster, rank: int, joined: bool = False) -> None:
     made.ended(rank, f"worker {rank} ended", joined=joined, in_users_code=False)
-
-
-def test_who_is_missing_is_started_again_while_restarts_are_left() -> None:
-    made = roster(restarts=1)
-    end(made, 1, joined=True)
-    assert made.is_amiss([0]) and not made.infos[1].alive
-    assert list(made.start([0])) == [1]
-    made.started(1, 201)
-    assert made.infos[1].restarts == 1 and made.infos[1].pid == 201
-    made.joined(1)
-    end(made, 0, joined=True)
-    assert list(made.start([1])) == []
-    assert isinstance(made.given_up[0], WorkerLostError) and "worker 0 ended" in str(made.given_up[0])
-    assert not made.is_amiss([1]) and made.is_complete([1])
-    assert list(made.start([1])) == [] and made.infos[0].lost and not made.infos[1].lost
 
 
 def test_who_ends_before_it_can_work_is_given_up_after_some_attempts_in_a_row() -> None:

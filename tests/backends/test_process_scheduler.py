@@ -126,16 +126,6 @@ def test_a_chunk_is_given_up_only_after_a_trial_alone_that_had_time() -> None:
 # ---- what is known of a worker
 
 
-@pytest.mark.parametrize("worker, done", [(1, 1), (2, 5), (0, 1), (0, 9), (3, 9)])
-def test_a_report_of_what_was_not_given_is_an_error(worker: int, done: int) -> None:
-    scheduler = begun((2, 4), None, (4, 8), (8, 9))
-    scheduler.reported(2, 6, 0.0)
-    scheduler.ended(3)
-    with pytest.raises(ValueError, match=f"worker {worker} reports chunk {done - 1}, which it was not given"):
-        scheduler.reported(worker, done, 0.0)
-    assert scheduler.missing == 5
-
-
 # ---- all together
 
 

@@ -228,7 +228,7 @@ def test_each_reason_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
         make(net(), compile=2)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_directory_must_be_ours_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("BATCHOPT_CACHE_DIR", str(tmp_path))
     made = tmp_path / "compiled"
@@ -273,8 +273,7 @@ class Averages(nn.Module):
         return found
 
 
-@pytest.mark.slow
-@pytest.mark.rows
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:.*normalises by the statistics of a chunk")
 @pytest.mark.parametrize("parallelize", [1, 2])
 def test_statistics_draws_and_buffers_are_those_of_eager_evaluations(parallelize: int) -> None:
@@ -318,7 +317,7 @@ def factorized(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Ten
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_operations_that_only_python_can_call_stay_eager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which is known before the C++ compiler is called."""
     monkeypatch.setenv("BATCHOPT_CACHE_DIR", str(tmp_path))
@@ -346,40 +345,9 @@ def test_an_index_out_of_range_is_an_index_error() -> None:
                 assert is_compiled(opt)
 
 
-OF_MAIN = """
-import torch, batchopt
-from typing import NamedTuple
-
-class Points(NamedTuple):
-    x: torch.Tensor
-
-def made():
-    class Points(NamedTuple):
-        x: torch.Tensor
-    return Points
-
-for kind in (Points, made()):
-    options = {"loss_fn": lambda m, p, y: m(p.x).square().mean(), "optimizer": None, "compile": True}
-    with batchopt.BatchOptimizer(torch.nn.Linear(3, 1), **options) as opt:
-        opt.load(kind(torch.ones(20, 3)))
-        opt.evaluate()
-        print(opt)
-"""
-
-
 def run(path: Path, program: str) -> subprocess.Popen[str]:
     path.write_text(program)
     return subprocess.Popen([sys.executable, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-
-@pytest.mark.nightly
-def test_batches_of_classes_that_cannot_be_imported_are_compiled(tmp_path: Path) -> None:
-    """Of the script, or made by a function."""
-    with run(tmp_path / "script.py", OF_MAIN) as done:
-        try:
-            assert done.communicate(timeout=120)[0].count("compiled (inductor") == 2
-        finally:
-            done.kill()
 
 
 FOR_EVER = """
@@ -403,7 +371,7 @@ with batchopt.BatchOptimizer(torch.nn.Linear(3, 1), loss_fn=loss, optimizer=None
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="this system has no descriptors of processes")
 def test_the_process_that_compiles_ends_with_its_parent(tmp_path: Path) -> None:
     """Even while the user's code holds the GIL there."""

@@ -228,30 +228,6 @@ def test_a_process_that_ends_or_stops_in_mid_step(undisturbed: str, tmp_path: Pa
 
 
 @pytest.mark.nightly
-@pytest.mark.usefixtures("losses")
-def test_a_node_that_is_out_of_reach(undisturbed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It can neither be asked nor ended, and the others' connections to it stay open."""
-    monkeypatch.setattr(local.LocalPlacer, "machines", {"one": 1, "two": 1, "three": 1})
-    suspended: list[int] = []
-    left: list[local.LocalNode] = []
-    kill = local.LocalNode.kill
-    monkeypatch.setattr(
-        local.LocalNode, "kill", lambda node: (left.append if node.process.pid in suspended else kill)(node)
-    )
-
-    def disturb(pid: int) -> None:
-        node = node_of(pid)
-        node.suspend()
-        suspended.append(node.pid)
-
-    with Disturbance(tmp_path, 20, disturb) as disturbance:
-        assert steps("local nodes", 3, prehook=disturbance.hook, timeout=4.0) == undisturbed
-    assert (tmp_path / "done").exists()
-    for node in left:
-        local.discard(node.process)
-
-
-@pytest.mark.nightly
 def test_the_sign_of_zero_reaches_the_nodes() -> None:
     def sign(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         weight = module.get_parameter("weight")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -12,14 +12,8 @@ from hypothesis import strategies as st
 
 from batchopt._data.batches import BatchSpec, read_batch
 from batchopt.backends.nodes.group import pickled
-from batchopt.backends.nodes.placing import NodeProcess
-from batchopt.backends.nodes.roster import TRANSITIONS, Member, NodeState
-from batchopt.backends.nodes.transfer import BLOCK, KnownBatch, ProgramVersion, RowsUpdate, SentRows, digest, unpacked
-from batchopt.backends.nodes.wanted import NodeMode, NodeSetup, NodeWanted, StepStart, TaskStart, World, to_send
+from batchopt.backends.nodes.transfer import BLOCK, KnownBatch, RowsUpdate, SentRows, digest, unpacked
 from batchopt_workers.batch.batch import Batch
-from batchopt_workers.life.torch_settings import TorchSettings
-from batchopt_workers.wire.orders import Cut
-from batchopt_workers.wire.packing import pack
 from batchopt_workers.wire.structures import tensors_in
 
 
@@ -36,18 +30,6 @@ def taken(update: RowsUpdate, batch: Batch) -> Batch:
     """The batch of a machine that takes these rows."""
     update = arrived(update)
     found: Batch = update.added_to(batch) if update.is_more else unpacked(update.packed)
-    return found
-
-
-def sent(batch: Batch, *wanted: range) -> Batch:
-    """The batch on a machine that was sent the rows for these samples, one range after the other."""
-    held, found = None, batch
-    for samples in wanted:
-        rows = SentRows.of(batch, samples, held)
-        assert rows is not held
-        update = rows.since(held)
-        assert update.is_more == (held is not None)
-        found, held = taken(update, found), rows
     return found
 
 
@@ -89,15 +71,6 @@ def bounds(samples: range) -> tuple[int, int]:
     return samples.start, samples.stop
 
 
-def test_a_share_far_from_the_one_before_takes_its_place() -> None:
-    batch = batch_of(torch.randn(1000, 3))
-    held = SentRows.of(batch, range(100))
-    far, near = SentRows.of(batch, range(800, 900), held), SentRows.of(batch, range(90, 300), held)
-    assert far.terms[0].start > 700 and not far.since(held).is_more
-    assert near.terms[0].start == 0 and near.terms[0].stop >= 300 and near.since(held).is_more
-    assert SentRows.of(batch, range(50), held) is held
-
-
 def test_a_batch_is_known_again_by_what_is_in_it() -> None:
     x, y, options = torch.randn(20, 3), torch.randn(20, 1), list(range(20))
     samples = [torch.zeros(i) for i in range(4)]
@@ -131,67 +104,3 @@ def test_a_digest_is_of_each_byte(size: int) -> None:
         elements[at] = 1
         assert digest([elements]) != plain
         elements[at] = 0
-
-
-# ---- what a node lacks, in order, and again what depends on it; and the states of a node
-
-
-def version(*values: float, data: bytes = b"program") -> ProgramVersion:
-    """A program with a tensor for each value."""
-    tensors = tuple(torch.tensor([value]) for value in values)
-    return ProgramVersion(data, (), tuple(str(value).encode() for value in values), tensors)
-
-
-BATCH = batch_of(torch.randn(1000, 3))
-DATA = b"program"
-START = TaskStart(pack("task"), False)
-WANT = NodeWanted(
-    NodeSetup(cast(object, None), b"", False, None, 4, 1, None, None),  # type: ignore[arg-type]
-    World(range(2), 4),
-    TorchSettings.current(),
-    version(1.0, 2.0, data=DATA),
-    NodeMode(),
-    SentRows.of(BATCH, range(10)),
-    StepStart((1.0,)),
-    Cut((0, 100)),
-    None,
-    START,
-    Cut((0, 100)),
-)
-
-
-def lacks(have: NodeWanted, want: NodeWanted) -> list[str]:
-    return [name for name, _ in to_send(have, want)]
-
-
-def test_a_new_node_is_sent_everything_in_order_and_then_nothing() -> None:
-    assert lacks(NodeWanted(), WANT) == [name for name in NodeWanted._fields if name != "task_rows"]
-    assert lacks(WANT, WANT) == []
-
-
-def test_of_a_program_and_of_rows_only_what_is_new_is_sent_and_what_depends_on_it_again() -> None:
-    changed = WANT._replace(program=version(1.0, 3.0, data=DATA))
-    assert lacks(WANT, changed) == ["program", "step", "task"]
-    update = dict(to_send(WANT, changed))["program"]
-    assert update.data is None and list(update.elements) == [1]
-    assert dict(to_send(WANT, WANT._replace(program=version(1.0, data=b"other"))))["program"].data == b"other"
-    more = WANT._replace(rows=SentRows.of(BATCH, range(5, 400), WANT.rows))
-    assert lacks(WANT, more) == ["rows", "step", "task"] and dict(to_send(WANT, more))["rows"].is_more
-    assert lacks(WANT, WANT._replace(step=StepStart((1.0,)))) == ["step", "task"]
-    assert lacks(WANT, WANT._replace(task=None)) == ["task"]
-    assert lacks(WANT._replace(task=None), WANT._replace(task=None, step=StepStart((1.0,)))) == ["step"]
-
-
-def test_what_a_node_has_is_forgotten_but_for_workers_that_work() -> None:
-    member = Member(0, cast(NodeProcess, None), range(2))
-    states = {"reports": NodeState.REPORTED, "joins": NodeState.JOINED, "has started": NodeState.WORKING}
-    for event, state in states.items():
-        member.on(event)
-        member.have = WANT
-        member.forget()
-        kept = WANT.setup if state is NodeState.WORKING else None
-        assert member.state is state and member.have == NodeWanted(setup=kept)
-    with pytest.raises(KeyError):
-        member.on("joins")
-    member.on("ends")
-    assert not any((NodeState.ENDED, event) in TRANSITIONS for _, event in TRANSITIONS)
