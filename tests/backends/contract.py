@@ -98,23 +98,6 @@ class Contract(TaskContract):
 
     # ---- vectors
 
-    def test_the_vectors_share_memory_with_the_module_both_ways(self, make: Make) -> None:
-        case = mlp()
-        opt = make(case.module, case.criterion, optimizer=None)
-        self.check(opt, case)
-        first = case.module.get_parameter("first.weight")
-        with torch.no_grad():
-            opt.parameters.mul_(0.5)
-            self.check(opt, case)
-            first.fill_(0.25)
-        assert (opt.parameters[: first.numel()] == 0.25).all()
-        self.check(opt, case)
-        assert first.grad is not None
-        first.grad.fill_(7.0)
-        assert (opt.grad_parameters[: first.numel()] == 7.0).all()
-        opt.grad_parameters.zero_()
-        assert not first.grad.any()
-
     def test_tied_frozen_and_transposed_parameters(self, make: Make) -> None:
         case = tied(15)
         module: Any = case.module
@@ -361,20 +344,6 @@ class Contract(TaskContract):
         assert torch.is_grad_enabled() and torch.get_num_threads() == threads
         assert torch.equal(torch.rand(3), expected[0])
         assert (np.random.rand(), random.random()) == expected[1:]
-
-    def test_what_a_worker_keeps_and_f_depends_on_is_refused_by_name(self, make: Make) -> None:
-        class Growing(Mlp):
-            calls = 0
-
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                self.calls += 1
-                return super().forward(x) * self.calls
-
-        case = mlp()
-        opt = make(Growing().double(), case.criterion, optimizer=None, check_cut=False)
-        opt.load(case.inputs, case.targets)
-        with pytest.raises(WorkerError, match="would find another f than one that begins here: its copy of 'calls'"):
-            opt.evaluate()
 
     def test_half_precision_is_summed_in_single(self, make: Make) -> None:
         torch.manual_seed(0)

@@ -16,7 +16,7 @@ from torch import nn
 import batchopt
 from batchopt import BatchOptimizer, Term, WorkerError, extending
 from tests.backends.least_squares_contract import LeastSquaresContract
-from tests.workloads import Mlp, mlp, once, rnn
+from tests.workloads import Mlp, mlp, once
 
 Make = Callable[..., BatchOptimizer]
 X = torch.linspace(-2.0, 2.0, 37 * 6, dtype=torch.float64).reshape(37, 6).sin()
@@ -135,17 +135,6 @@ class TaskContract(LeastSquaresContract):
         assert [len(row) for row in ragged[:6]] == [1, 2, 3, 4, 5, 1] and len(ragged) == len(X)
         columns = opt.collect(lambda module, inputs, targets: [inputs[:, i] for i in range(5)], X, Y)
         assert torch.equal(torch.stack(columns, 1), X[:, :5])
-
-    def test_a_batch_that_is_a_list_is_gone_through_sample_by_sample(self, make: Make) -> None:
-        case = rnn()
-        opt = make(case.module, case.criterion, optimizer=None)
-        found = opt.collect(lambda module, inputs, targets: (module(inputs), int(targets)), case.inputs, case.targets)
-        assert len(found) == len(case.inputs)
-        for (scores, target), inputs, expected in zip(found, case.inputs, case.targets, strict=True):
-            torch.testing.assert_close(scores, case.module(inputs).detach(), rtol=1e-12, atol=1e-14)
-            assert target == int(expected)
-        total = opt.total(lambda module, inputs, targets: module(inputs), case.inputs, case.targets)
-        torch.testing.assert_close(total, torch.stack([scores for scores, _ in found]).sum(0))
 
     def test_outputs_of_layers(self, make: Make) -> None:
         opt, module = self.loaded(make)
@@ -394,24 +383,6 @@ class TaskContract(LeastSquaresContract):
         with pytest.raises(ValueError, match="`targets` were given without `inputs`"):
             opt.collect(raises, None, Y)
         assert opt.evaluate() == loss
-
-    def test_what_a_function_makes_of_parameters_in_a_worker_stays_there(self, make: Make) -> None:
-        module = Mlp().double()
-        opt = make(module, nn.MSELoss(), optimizer=None, chunk_size=19)
-        alone = any(worker.pid == os.getpid() for worker in opt.workers)
-        before, expected = module.first.weight.detach().clone(), module(X).detach()
-
-        def replaces(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            module.get_parameter("first.weight").data = torch.zeros(9, 6, dtype=torch.float64)
-            outputs: torch.Tensor = module(inputs)
-            return outputs
-
-        opt.collect(replaces, X)
-        if alone:  # it is the user's module
-            assert not module.first.weight.any()
-            return
-        assert torch.equal(module.first.weight, before)
-        torch.testing.assert_close(opt.predict(X), expected)
 
     # ---- recovery
 
