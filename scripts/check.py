@@ -4,9 +4,9 @@ The change is the working tree, new files included, against the commit where thi
 against the last commit. For each changed file these tests are run, the first ones first, without the slow ones:
 
 1. the file itself, if it is one of tests; 2. tests that are named after it: `_data/terms.py` has `test_terms.py`,
-`process/roster.py` has `test_process_roster.py`; 3. tests that import it; 4. for the engine and the backends, what
-shows the promises: faults, the model, the contract; 5. tests that are named after its folder: `nodes/placing.py` has
-`test_nodes.py`.
+`process/scheduler.py` has `test_process_scheduler.py`; 3. tests that import it; 4. for the engine and the backends,
+what shows the promises: faults, the model, the contract; 5. tests that are named after its folder: `nodes/placing.py`
+has `test_nodes.py`.
 
 A module of the library without any of these is tested by `test_exact.py`, a page by `test_docs.py`. Once the minute is
 over no further test begins; how many are left is printed.

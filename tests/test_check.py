@@ -13,7 +13,7 @@ from scripts.check import choose
         ("tests/test_split.py", ["tests/test_split.py"]),
         ("README.md", ["tests/test_docs.py"]),
         ("workers/batchopt_workers/evaluate/tree.py", ["tests/workers/test_tree.py", "tests/test_reduce.py"]),
-        ("batchopt/backends/process/roster.py", ["tests/backends/test_process_roster.py"]),
+        ("batchopt/backends/process/scheduler.py", ["tests/backends/test_process_scheduler.py"]),
         ("batchopt/_engine/engine.py", ["tests/faults/test_matrix.py", "tests/test_model.py"]),
         ("batchopt/backends/nodes/placing.py", ["tests/backends/test_cluster.py", "tests/backends/test_contract.py"]),
         ("batchopt/optim/lbfgs.py", ["tests/optim/test_lbfgs.py"]),

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from contextlib import nullcontext
-from itertools import count
 from typing import Any
 
 import pytest
@@ -13,7 +11,6 @@ import torch
 from torch import nn
 
 from batchopt import BatchOptimizer, Term, WorkerError
-from batchopt_workers.shortcuts.recording import GraphMemory
 from tests import card
 from tests.card.programs import data, residual, short, square, there
 from tests.workloads import Pairs
@@ -247,28 +244,3 @@ def test_a_loss_that_depends_on_the_cut_is_not_cut(simulated: None, device: torc
         card.limit(None)
         opt.load(x, y)
         assert opt.evaluate().item() == whole
-
-
-# ---- the memory that graphs of a device share
-
-
-class User:
-    """A user of a pool."""
-
-
-def test_graphs_of_a_device_share_a_pool_as_long_as_one_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    handles = count()
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
-    monkeypatch.setattr(GraphMemory, "_of", {})
-    here, there = torch.device("cuda", 0), torch.device("cuda", 1)
-    assert [GraphMemory.of(here).handle, GraphMemory.of(here).handle] == [0, 1]  # nobody used the first one
-    one, other = User(), User()
-    GraphMemory.of(here).users.add(one)
-    handle = GraphMemory.of(here).handle
-    GraphMemory.of(here).users.add(other)
-    del one
-    gc.collect()
-    assert GraphMemory.of(here).handle == handle != GraphMemory.of(there).handle
-    del other
-    gc.collect()
-    assert GraphMemory.of(here).handle != handle

@@ -11,7 +11,6 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from batchopt.backends import BACKENDS
 from tests.conftest import PATIENCE, collect_garbage, is_fork_server, named_memory
 from tests.nodes import local
 
@@ -31,7 +30,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def local_nodes() -> Iterator[None]:
     """The backend has a name, and its processes end with the tests."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(BACKENDS, "local nodes", "tests.nodes.local:LocalNodesBackend")
+        local.name(patch)
         yield
         local.end()
 

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from batchopt.backends import BACKENDS
 from batchopt.backends.base import Setup
 from batchopt.backends.nodes.backend import NodesBackend
 from batchopt.backends.nodes.group import Group
@@ -133,6 +134,11 @@ class LocalNodesBackend(NodesBackend):
 
     def placer(self, setup: Setup) -> LocalPlacer:
         return LocalPlacer()
+
+
+def name(patch: pytest.MonkeyPatch) -> None:
+    """Have `backend="local nodes"` be that one."""
+    patch.setitem(BACKENDS, "local nodes", "tests.nodes.local:LocalNodesBackend")
 
 
 class Traffic:

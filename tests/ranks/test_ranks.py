@@ -62,8 +62,7 @@ def test_ranks_that_have_come_apart_say_in_what(how: str, words: str) -> None:
         assert re.match(f"NodesDifferError the ranks have diverged: .*{words}", line), line
 
 
-@pytest.mark.slow
-@pytest.mark.rows
+@pytest.mark.nightly
 @pytest.mark.parametrize("workers", ["1,1", "1,2"])
 def test_what_forwards_write_and_ids_and_devices_may_differ(workers: str) -> None:
     assert len(set(program("alike", workers))) == len(fingerprints(program("alike", workers)[0])) == 1
