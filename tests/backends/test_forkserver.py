@@ -87,7 +87,7 @@ def test_workers_are_as_a_new_process_would_be(monkeypatch: pytest.MonkeyPatch, 
         sys.path.remove("/nowhere")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_each_number_of_threads_has_its_own_until_others_are_needed_more(monkeypatch: pytest.MonkeyPatch) -> None:
     def origin(threads: int) -> psutil.Process:
         model = nn.Linear(2, 1)
@@ -182,7 +182,7 @@ def test_what_a_worker_started_and_names_in_shared_memory_goes_with_it() -> None
             time.sleep(0.01)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_slow_start_is_reported_with_what_is_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

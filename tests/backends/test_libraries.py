@@ -54,7 +54,7 @@ def test_a_library_is_imported_once_for_all_workers_of_all_optimizers(tmp_path: 
 STARTS_THREADS = "threading.Thread(target=threading.Event().wait, daemon=True).start()"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.rows
 @pytest.mark.parametrize(
     "given, times",

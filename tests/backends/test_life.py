@@ -37,7 +37,7 @@ def test_a_program_without_a_main_guard_works_and_leaves_nothing(tmp_path: Path,
 
 
 @pytest.mark.rows
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("how", ["spawn", "forkserver"])
 def test_a_program_works_in_processes_that_it_has_started(tmp_path: Path, how: str) -> None:
     """Which have run its text as a module of another name, that workers do not have."""
@@ -203,7 +203,7 @@ def test_speeds_that_are_given_fix_the_shares() -> None:
         assert opt.hook_results == [(0, 30), (2, 10)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_was_closed_holds_no_memory_and_no_descriptor() -> None:
     """Whether or not Python's collector runs: it runs when many objects were made, and these are few and large."""
     script = """
