@@ -215,16 +215,6 @@ def test_data_that_starts_anywhere_in_memory_gives_the_same_bits() -> None:
             assert run(shifted(offset), chunk_size=16, parallelize=parallelize) == expected
 
 
-@pytest.mark.slow
-def test_deterministic_algorithms_fix_the_chunks() -> None:
-    torch.use_deterministic_algorithms(True)
-    try:
-        found = [run(mlp(torch.float32, samples=200), parallelize=parallelize) for parallelize in (1, 2)]
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert found[0] == found[1]
-
-
 def test_the_fingerprint_tells_runs_apart() -> None:
     def fingerprint(scale: float = 1.0, steps: int = 1) -> str:
         case = mlp()
@@ -237,27 +227,3 @@ def test_the_fingerprint_tells_runs_apart() -> None:
 
     assert fingerprint() == fingerprint() != fingerprint(scale=1 + 1e-15)
     assert len({fingerprint(), fingerprint(steps=2), fingerprint(steps=0)}) == 3
-
-
-@pytest.mark.parametrize("parallelize", [1, 2])
-def test_the_optimizers_algebra_has_as_many_threads_for_any_number_of_workers(parallelize: int) -> None:
-    """Its dot products have other bits with another number of threads."""
-    threads: list[int] = []
-
-    class Noting(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            loss = closure()
-            threads.append(torch.get_num_threads())
-            return loss
-
-    case, before = mlp(), torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        with BatchOptimizer(
-            case.module, case.criterion, optimizer=Noting, parallelize=parallelize, chunk_size=8
-        ) as opt:
-            opt.step(case.inputs, case.targets)
-        assert torch.get_num_threads() == 3
-    finally:
-        torch.set_num_threads(before)
-    assert threads == [1]

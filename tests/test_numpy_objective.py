@@ -153,19 +153,6 @@ def test_where_f_is_nan_it_is_an_answer(on_nonfinite: str) -> None:
         assert objective(x) == pytest.approx(before, rel=1e-12)
 
 
-def test_the_last_point_is_another_one_in_autocast() -> None:
-    module = nn.Linear(30, 8)
-    options: dict[str, Any] = {"parallelize": 2, "chunk_size": 10}
-    with loaded(module, lambda output: output.square().mean(), torch.randn(20, 30), **options) as opt:
-        objective = opt.objective()
-        x = objective.x0
-        precise = objective(x)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            coarse = objective(x)
-            assert coarse == opt.evaluate().item() != precise
-        assert objective(x) == precise
-
-
 def test_what_can_be_a_point() -> None:
     with on(mlp(torch.float32)) as opt:
         objective = opt.objective()
@@ -234,26 +221,6 @@ def test_half_the_sum_of_the_squares_is_f_and_the_jacobian_is_its_own() -> None:
         assert not f.x0.any()
 
 
-def test_weights_are_those_of_the_loaded_batch() -> None:
-    with loaded(flow(), None, DATA, terms=terms()) as opt:
-        f = opt.objective()
-        opt.weights = {"pde": 50.0, "data": 0.0}  # for the batch that is loaded next
-        values = f.least_squares().fun(f.x0)
-        assert values @ values / 2 == pytest.approx(f(f.x0), rel=1e-13)
-
-
-def test_what_is_frozen_between_two_calls_has_no_columns() -> None:
-    module = flow()
-    with loaded(module, None, DATA, terms=terms(), parallelize=2) as opt:
-        assert opt.normal().matrix.diagonal().gt(0).all()
-        module.speed.requires_grad_(False)
-        opt.load(DATA)
-        opt.evaluate()
-        found = opt.normal()
-        torch.testing.assert_close(found.vector, opt.grad_parameters / 2, rtol=1e-10, atol=1e-12)
-        assert int((found.matrix.diagonal() == 0).sum()) == 1
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("products", [False, True])
 def test_scipy_takes_it_with_bounds_and_robust_losses(products: bool) -> None:
@@ -272,18 +239,6 @@ def test_scipy_takes_it_with_bounds_and_robust_losses(products: bool) -> None:
         assert np.abs(found.x).max() <= 4
         rest = torch.arange(60) != 7
         assert (opt.predict(x) - y)[rest].abs().max() < 0.3
-
-
-def test_a_point_is_evaluated_again_with_another_hook() -> None:
-    def hook(worker: Any, sample: Any) -> None:
-        sample.inputs = sample.inputs * 2.0
-
-    module, x, y = nn.Linear(3, 1), torch.ones(12, 3), torch.ones(12, 1)
-    with loaded(module, nn.MSELoss(), x, y, parallelize=2) as opt:
-        objective = opt.objective()
-        before = objective(objective.x0)
-        opt.prehook = hook
-        assert objective(objective.x0) == pytest.approx(opt.evaluate().item()) != before
 
 
 IN_PLACE = ["tensor attribute in place", "buffer in place", "frozen parameter", "attribute", "NumPy array"]
