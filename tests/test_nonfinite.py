@@ -139,32 +139,6 @@ def test_where_a_step_begins_it_is_told(parallelize: int) -> None:
 
 
 @WORKERS
-def test_an_infinite_loss_is_returned_where_that_is_wanted(parallelize: int) -> None:
-    terms = {
-        "a": Term(lambda module, x, y: nn.functional.mse_loss(module(x), y)),
-        "b": Term(lambda module, x, _: module(x).mean()),
-    }
-    options: dict[str, Any] = {"on_nonfinite": [KeyError, OddError, "return"], "verbose": 3}
-    with BatchOptimizer(Bounded(), terms=terms, parallelize=parallelize, **options) as opt, opt.timeline():
-        opt.load({"a": (X, Y), "b": X})
-        opt.parameters.fill_(4.0)
-        assert opt.evaluate() == opt.output == math.inf
-        assert set(opt.losses.values()) == {math.inf}
-        assert opt.grad_parameters.isnan().all()
-        assert opt.eval_counter == 1
-
-
-@WORKERS
-def test_at_many_points_it_is_infinity(parallelize: int) -> None:
-    with build(parallelize) as opt:
-        opt.load(X, Y)
-        points = torch.tensor([[2.0], [4.0], [1.0]], dtype=torch.float64)
-        losses, gradients = opt.evaluate_many(points, gradients=True)
-        assert losses.isinf().tolist() == gradients.isnan().flatten().tolist() == [False, True, False]
-        assert losses[0] == pytest.approx(opt.evaluate().item())
-
-
-@WORKERS
 def test_what_is_not_named_ends_the_step(parallelize: int) -> None:
     with build(parallelize, on_nonfinite=(KeyError, ZeroDivisionError)) as opt:
         opt.load(X, Y)
@@ -196,16 +170,3 @@ def test_a_mean_over_nothing_in_one_chunk_says_what_to_do(ignored: int, options:
         with pytest.raises(NonFiniteError) as caught:
             opt.evaluate()
         assert "denominators" not in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["_LinAlgError", "NotPSDError", "NanError"])
-def test_an_exception_of_linear_algebra_names_the_argument_by_which_it_is_infinite(name: str) -> None:
-    kind = type(name, (RuntimeError,), {})
-
-    def loss_fn(module: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        raise kind("the matrix is not positive definite")
-
-    with BatchOptimizer(torch.nn.Linear(3, 1), loss_fn=loss_fn, check_cut=False) as opt:
-        opt.load(torch.ones(4, 3), torch.ones(4, 1))
-        with pytest.raises(WorkerError, match=r"say so by on_nonfinite=\.\.\., with the class of the exception"):
-            opt.evaluate()
