@@ -162,50 +162,6 @@ def test_workers_of_multiprocessing_and_of_a_loader_are_such_children(workers: i
         assert values(module) == before
 
 
-@pytest.mark.slow
-def test_a_daemonic_process_has_workers_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a loader's worker is, which may start no others with `multiprocessing`."""
-
-    class Losses(torch.utils.data.Dataset[float]):
-        def __len__(self) -> int:
-            return 1
-
-        def __getitem__(self, index: int) -> float:
-            assert multiprocessing.current_process().daemon
-            with build(Net(), 2) as opt:
-                return opt.step(X, Y)
-
-    monkeypatch.setenv("BATCHOPT_TEST_BARE", "1")
-    (found,) = torch.utils.data.DataLoader(Losses(), num_workers=1, multiprocessing_context="fork")
-    with build(Net(), 1) as alone:
-        assert found.item() == alone.step(X, Y)
-
-
-def test_without_memory_for_a_copy_there_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = Net()
-    with build(module, 2):
-        before = values(module)
-        monkeypatch.setattr("batchopt_workers.wire.mapping.free_memory", lambda: 0)
-        with pytest.warns(
-            RuntimeWarning, match=r"^0\.0 MB for a copy .* \(0\.0 MB are free\): the process that is forked here"
-        ):
-            child = Child(lambda: values(module))
-        assert child.said() == repr(before)
-        assert values(module) == before
-
-
-def test_alone_nothing_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*given: object) -> int:
-        raise AssertionError("shared memory")
-
-    monkeypatch.setattr("batchopt_workers.wire.memory.anonymous_file", refused)
-    module = Net()
-    with build(module, 1) as opt:
-        first = opt.step(X, Y)
-        assert opt.step(X, Y) < first
-        assert not shared_mapping(module.get_parameter("layer.weight"))
-
-
 # ---- after close
 
 

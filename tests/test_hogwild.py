@@ -60,26 +60,6 @@ def test_one_worker_is_plain_sgd_bit_for_bit(shuffle: bool, backend: str) -> Non
     assert all(map(torch.equal, module.parameters(), expected.parameters()))
 
 
-class Counting(Mlp):
-    """Writes a tensor that is no buffer."""
-
-    seen: torch.Tensor
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen += 1
-        return super().forward(x)
-
-
-@pytest.mark.parametrize("parallelize", [1, 2])
-def test_a_forward_that_writes_what_is_no_buffer_is_refused(parallelize: int) -> None:
-    module = network(Counting)
-    module.seen = torch.zeros(())
-    options: dict[str, Any] = {"backend": "process", "threads_per_worker": 1, "parallelize": parallelize}
-    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, **options) as opt:
-        with pytest.raises(WorkerError, match=r"writes 'module\.seen' in place"):
-            hogwild(opt, (X, Y), momentum, batch_size=10, shuffle=False)
-
-
 @pytest.mark.slow
 def test_several_workers_write_the_same_parameters_and_get_somewhere() -> None:
     module = network()
@@ -179,17 +159,6 @@ def test_who_still_steps_when_the_wait_for_it_is_interrupted_is_replaced(tmp_pat
         assert sum(worker.restarts for worker in opt.workers) in (1, 2)  # the other one may have been at work, too
         opt.load(X, Y)
         assert opt.evaluate().item() == pytest.approx(nn.functional.mse_loss(module(X), Y).item())
-
-
-def test_sparse_gradients_of_embeddings() -> None:
-    torch.manual_seed(0)
-    words = torch.randint(0, 500, (400,))
-    targets = torch.randn(500, 4)[words]
-    module = nn.Embedding(500, 4, sparse=True)
-    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=2) as opt:
-        before = nn.functional.mse_loss(module(words), targets).item()
-        hogwild(opt, (words, targets), lambda p: torch.optim.SGD(p, lr=5.0), batch_size=20, epochs=10)
-        assert nn.functional.mse_loss(module(words), targets).item() < before / 5
 
 
 LISTS = ([*X], [*Y])

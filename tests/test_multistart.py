@@ -114,30 +114,6 @@ def test_starts_without_a_value_are_left_out_and_a_run_that_ends_without_one_is_
         assert opt.parameters.tolist() == found.points[0].tolist()
 
 
-def test_what_is_minimised_decides() -> None:
-    """With a penalty: the start at 0 has the highest f, and the lowest sum of both."""
-    starts = torch.tensor([[1.3, 3.0], [0.0, 0.0]], dtype=torch.float64)
-    with optimizer_of(2, optimizer=partial(batchopt.LBFGS, l1=10.0, max_iter=20)) as opt:
-        opt.load(X, Y)
-        found = opt.multistart(starts, keep=1)
-        assert [run.start for run in found.runs] == [1, 0] and opt.parameters.tolist() == [0.0, 0.0]
-
-
-def test_a_flat_direction_is_one_minimum() -> None:
-    class Sum(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.parts = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.parts.sum() * x
-
-    starts = torch.tensor([[1.0, -5.0], [8.0, 3.0], [-2.0, 1.0]], dtype=torch.float64)
-    with batchopt.BatchOptimizer(Sum(), torch.nn.MSELoss(), parallelize=2, chunk_size=10) as opt:
-        opt.load(X, 2 * X + 1)
-        assert {run.minimum for run in opt.multistart(starts).runs} == {0}
-
-
 @pytest.mark.slow
 def test_runs_are_steps_that_count_and_hear_of_stop() -> None:
     heard: list[Any] = []

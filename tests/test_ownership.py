@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from batchopt import BatchOptimizer, Sample, Worker, WorkerError
+from batchopt import BatchOptimizer, Sample, Worker
 from batchopt.errors import BatchoptError
 from tests.building import Child, handling, loaded
 
@@ -171,9 +171,3 @@ def test_a_fork_that_leaves_the_with_block_says_nothing(parallelize: int) -> Non
         before = opt.evaluate().item()
         assert Child(lambda: opt.__exit__(None, None, None)).said() == "None"
         assert opt.evaluate().item() == before
-
-
-def test_what_users_call_is_named() -> None:
-    with BatchOptimizer(nn.Linear(2, 1), nn.MSELoss(), optimizer=None) as opt:
-        with pytest.raises(WorkerError, match=r"is in the middle of collect\(\), and cannot be used"):
-            opt.collect(lambda module, inputs, targets: opt.predict(inputs), X, Y)
