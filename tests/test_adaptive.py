@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -66,40 +65,6 @@ def test_points_are_drawn_with_the_published_probabilities(monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-def test_points_are_drawn_without_replacement_as_one_after_the_other() -> None:
-    draws, both = 3000, 0
-    three = torch.tensor([[1.0], [2.0], [5.0]])
-    with of_sizes() as opt:
-        for seed in range(draws):
-            found = batchopt.resample(opt, None, (three, torch.zeros(3, 1)), samples=2, c=0.0, seed=seed)[0]
-            assert len(found.unique()) == 2
-            both += found.flatten().tolist() == [1.0, 2.0]
-    expected = 1 / 8 * 2 / 7 + 2 / 8 * 1 / 6
-    assert both / draws == pytest.approx(expected, abs=4 * (expected / draws) ** 0.5)
-
-
-def test_the_factors_go_from_uniform_to_the_largest() -> None:
-    sizes = torch.arange(1.0, 101.0).unsqueeze(1)
-    candidates = sizes, torch.zeros(100, 1)
-    with of_sizes() as opt:
-        largest, _ = batchopt.resample(opt, None, candidates, samples=10, k=200.0, c=0.0)
-        assert largest.min() > 80
-        means = [
-            float(batchopt.resample(opt, None, candidates, samples=50, k=1.0, c=c)[0].mean()) for c in (0.0, 1.0, 1e9)
-        ]
-        assert means[0] > means[1] > means[2] and abs(means[2] - 50.5) < 8
-
-
-@pytest.mark.slow
-def test_the_same_points_for_any_number_of_workers_and_shares() -> None:
-    found = []
-    for options in ({"chunk_size": 7}, {}, {"parallelize": 3}):  # last bits of residuals follow the shares
-        with of_terms(**options) as opt:
-            found.append(batchopt.resample(opt, "equation", POINTS, samples=40))
-    assert all(torch.equal(found[0], other) for other in found[1:])
-
-
-@pytest.mark.slow
 def test_a_run_goes_on_from_a_checkpoint_with_the_same_points(tmp_path: Path) -> None:
     def draw(opt: BatchOptimizer) -> Any:
         return batchopt.resample(opt, "equation", POINTS, samples=20)
@@ -133,29 +98,6 @@ def test_a_term_with_targets_and_points_that_are_kept() -> None:
         assert torch.equal(more[0], torch.cat([old[0], x])) and torch.equal(more[1], torch.cat([old[1], y]))
         loss = opt.step({"equation": POINTS, "initial": more, "rest": POINTS})
         assert loss > 0
-
-
-@dataclass(frozen=True)
-class Cloud:
-    place: torch.Tensor
-    label: str
-
-
-def test_structures_stay_what_they_are() -> None:
-    class Sum(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(()))
-
-        def forward(self, data: dict[str, Any]) -> torch.Tensor:
-            found: torch.Tensor = self.scale * (data["x"].place + data["t"])
-            return found
-
-    candidates = {"x": Cloud(POINTS, "here"), "t": POINTS.numpy()[:, :1].copy()}
-    with BatchOptimizer(Sum(), nn.MSELoss()) as opt:
-        tensors = {**candidates, "t": torch.as_tensor(candidates["t"])}
-        found, targets = batchopt.resample(opt, None, (tensors, torch.zeros_like(POINTS)), samples=5)
-        assert found["x"].label == "here" and torch.equal(found["x"].place, found["t"]) and len(targets) == 5
 
 
 def test_bad_input_is_named() -> None:

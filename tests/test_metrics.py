@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import subprocess
-import sys
 import warnings
 from types import ModuleType
 from typing import Any
@@ -138,16 +136,6 @@ def test_those_of_torchmetrics(torchmetrics: ModuleType, data: tuple[torch.Tenso
     assert same(metric.compute(), value)
 
 
-def test_a_collection_of_torchmetrics(torchmetrics: ModuleType, data: tuple[torch.Tensor, torch.Tensor]) -> None:
-    made = [
-        torchmetrics.Accuracy("multiclass", num_classes=CLASSES),
-        torchmetrics.F1Score("multiclass", num_classes=CLASSES),
-    ]
-    both = torchmetrics.MetricCollection(made)
-    assert measured(both, *data).keys() == {"MulticlassAccuracy", "MulticlassF1Score"}
-    assert same(measured(2 * made[0], *data), 2 * measured(made[0], *data))
-
-
 def by_engine(metric: Any, data: tuple[torch.Tensor, torch.Tensor]) -> Any:
     """What ignite says of a metric."""
     from ignite.engine import Engine
@@ -171,17 +159,6 @@ def test_those_of_ignite(ignite: ModuleType, data: tuple[torch.Tensor, torch.Ten
     assert np.array_equal(metric.compute(), expected)
 
 
-def test_one_of_ignite_stays_attached_to_the_users_engine(
-    ignite: ModuleType, data: tuple[torch.Tensor, torch.Tensor]
-) -> None:
-    from ignite.engine import Engine
-
-    metric, engine = ignite.Accuracy(), Engine(lambda *_: data)
-    metric.attach(engine, "accuracy")
-    value = measured(metric, *data)
-    assert metric.is_attached(engine) and same(engine.run([0]).metrics["accuracy"], value)
-
-
 # scikit-learn
 
 
@@ -199,14 +176,3 @@ def test_a_function_of_sklearn_gets_arrays_and_what_is_true_first(dtype: torch.d
 
 
 # What is none
-
-
-@pytest.mark.slow
-def test_no_library_is_imported_for_a_function() -> None:
-    program = (
-        "import sys, torch, batchopt; x = torch.ones(2, 1); "
-        "batchopt.BatchOptimizer(torch.nn.Linear(1, 1), torch.nn.MSELoss()).score((x, x), lambda x, y: 1); "
-        "print([name for name in ('ignite', 'torchmetrics', 'sklearn') if name in sys.modules])"
-    )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=280, check=True)
-    assert ended.stdout == "[]\n"
