@@ -176,15 +176,6 @@ def test_what_is_frozen_stays_and_what_was_moved_is_seen(name: str) -> None:
         assert step(opt) <= expected * (1 + 1e-12) and not torch.equal(frozen, before)
 
 
-@pytest.mark.parametrize("name", each(KINDS))
-def test_a_graph_from_before_cannot_be_differentiated_once_parameters_are_written(name: str) -> None:
-    with made(KINDS[name]) as opt:
-        before = opt.module(DATA[0]).sum()
-        step(opt)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            before.backward()
-
-
 # ---- they are copied and pickled as torch's are, and taken over by schedulers
 
 
@@ -218,17 +209,6 @@ def test_a_copy_goes_on_by_itself(kind: str, duplicate: Callable[[Any], Any]) ->
     assert all(map(torch.equal, before, module.parameters()))
     assert found == [alone(module, optimizer) for _ in range(3)]
     assert all(map(torch.equal, other.parameters(), module.parameters()))
-
-
-def test_what_a_copy_remembers_is_all_there_is() -> None:
-    module = Mlp().double()
-    optimizer = batchopt.LBFGS(module.parameters(), callback=print)
-    assert copy.deepcopy(optimizer).result is None
-    optimizer.callback = None
-    alone(module, optimizer)
-    assert copy.deepcopy(optimizer).result == optimizer.result
-    optimizer.callback = print
-    assert copy.deepcopy(optimizer).callback is print
 
 
 @pytest.mark.parametrize("kind", [kind for kind in OURS if "levenberg" not in kind])
