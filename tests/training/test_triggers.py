@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -73,13 +72,6 @@ def test_early_stopping_is_due_as_in_chainer_also_after_a_resume(mode: str, resu
         found.append(trigger(State(metrics={"m": value})))
         assert trigger.reached == found[-1]
     assert found == due
-
-
-def test_no_number_does_not_count_and_nan_is_never_better() -> None:
-    trigger = EarlyStopping("m", 2)
-    numbers: list[dict[str, Any]] = [{"m": math.nan}, {}, {"m": 1.0}, {"m": math.nan}, {}, {"m": math.nan}]
-    assert [trigger(State(metrics=n)) for n in numbers] == [F, F, F, F, F, T]
-    assert trigger.best == 1.0
 
 
 def test_seconds_go_on_after_a_resume() -> None:
