@@ -261,6 +261,7 @@ build(timeout=<0 | -1.5 | math.nan | math.inf>) -> ValueError: `timeout` must be
 build(<max_restarts | seed>=-1) -> ValueError: must be >= 0, got -1
 build(<max_restarts | chunk_size | seed>=2.0) -> TypeError: must be an int, got float 2.0
 build(chunk_size=0) -> ValueError: `chunk_size` must be >= 1, got 0
+build(chunk_size="some") -> TypeError: `chunk_size`
 build(on_nonfinite=<"ignore" | "Raise" | None | True | ["raise", "return"]>) -> ValueError: got <>
 build(verbose=<-1 | 4 | 1.0 | "1" | True | None>) -> ValueError: `verbose` must be 0, 1, 2 or 3, got <>
 build(check_cut=<1 | "yes" | None>) -> TypeError: `check_cut` must be True or False
@@ -281,6 +282,12 @@ build(backend="ray", ray_options={"num_gpus": <-1 | "all">}) -> ValueError: 'num
 build(backend="ray", criterion=nn.MSELoss, optimizer="newton") -> TypeError: got the class MSELoss
 build(backend="ray", devices=["cpu", "cpu"]) -> ValueError: on Ray use ray_options={'num_gpus': 1}
 build(backend="ray", compile=True) -> ValueError: `compile` is for workers of this machine and for ranks
+build(backend="ray", compress=16) -> TypeError: `compress` must be None, 'fp16', 'bf16', '2bit', or a dict as ...got int
+build(backend="ray", compress={"type": "2bit", "size": 3}) -> ValueError: unknown ['size']: beside 'type', '2bit' has ['
+build(backend="ray", compress={"type": "2bit", "threshold": 0}) -> ValueError: has threshold 0: it must be finite and >
+build(compress="fp16", optimizer="sgd") -> ValueError: for gradients that cross a network, got backend='process', where
+build(backend="ray", compress="fp16", optimizer=<"lbfgs" | "cg" | torch.optim.LBFGS | lambda p: SVRG(made()(p))>) ->
+    ValueError: `compress` rounds gradients, and ... compares them with each other: use an
 build(ray_options={}) -> ValueError: `ray_options` are for backend='ray', got backend='process'
 build(terms={}) -> ValueError: `terms` is empty: give one Term at least
 build(terms=[Term(misfit)]) -> TypeError: `terms` must be a dict of names and batchopt.Term, got list
@@ -593,6 +600,19 @@ lm(lambda: torch.ones(3)) -> ValueError: the residuals depend on no parameter
 batchopt.SVRG([ONE]) -> TypeError: `base` must be an optimizer
 svrg(0) -> ValueError: `update_freq` must be >= 1
 svrg().step(lambda: ONE.sum()) -> RuntimeError: call begin_pass
+on(lambda opt: resample(opt, None, (X, Y), samples=2, <k=-1.0 | c=math.nan>)) -> ValueError: must be finite and >= 0
+on(lambda opt: hogwild(opt, (X, Y), made(), batch_size=0)) -> ValueError: `batch_size` must be >= 1
+on(lambda opt: hogwild(opt, (X, Y), "sgd", batch_size=8)) -> TypeError: `optimizer` must be callable
+on(lambda opt: hogwild(opt, ([*X], [*Y]), made(), batch_size=8)) -> ValueError: lists of samples need a `collate_fn`
+on(lambda opt: opt.scaling(seconds=<math.nan | -1>)) -> ValueError: `seconds` must be a positive number of
+on(lambda opt: resample(opt, None, (X, Y), samples=5)) -> ValueError: at most the number of candidates, 4
+on(lambda opt: resample(opt, None, (X, Y), samples=2, keep=X)) -> ValueError: structure of `candidates`
+on(lambda opt: resample(opt, "pde", (X, Y), samples=2)) -> ValueError: `term` must be None
+on(lambda opt: resample(opt, None, (X, Y[:2]), samples=2)) -> ValueError: a row for each point
+on(lambda opt: resample(opt, None, <[1.0, 2.0] | "points" | [X, Y]>, samples=1)) -> TypeError: `candidates`
+on(lambda opt: opt.multistart(torch.ones(0, 103)), optimizer="lbfgs") -> ValueError: `starts` has no row: give at least
+on(lambda opt: opt.multistart(torch.ones(2, 102)), optimizer="lbfgs") -> ValueError: must have shape (K, 103)
+on(lambda opt: opt.multistart(torch.ones(2, 103), <keep | steps>=0), optimizer="lbfgs") -> ValueError: must be >= 1
 on(lambda opt: pickle.dumps(opt.objective())) -> BatchoptError: have the solver call it in this process
 on(lambda opt: opt.step(X, Y, time_limit=<0 | -1.0>)) -> ValueError: `time_limit` must be a positive number of seconds
 step(optimizer="lbfgs", stop_on=<["SIGKILL"] | ["TERM"] | [15]>) -> ValueError: `stop_on` has

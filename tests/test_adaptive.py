@@ -70,7 +70,7 @@ def test_a_run_goes_on_from_a_checkpoint_with_the_same_points(tmp_path: Path) ->
         return batchopt.resample(opt, "equation", POINTS, samples=20)
 
     data = {"equation": POINTS, "initial": (POINTS, POINTS), "rest": POINTS}
-    with of_terms(chunk_size=50) as opt:
+    with of_terms(chunk_size=50, optimizer="sgd") as opt:
         first = draw(opt)
         assert torch.equal(first, draw(opt))  # of the same parameters and batches
         opt.step(data)
@@ -79,7 +79,7 @@ def test_a_run_goes_on_from_a_checkpoint_with_the_same_points(tmp_path: Path) ->
         assert not torch.equal(first, second)
         opt.step({**data, "equation": second})
         third = draw(opt)
-    with of_terms(chunk_size=50, parallelize=2) as opt:
+    with of_terms(chunk_size=50, optimizer="sgd", parallelize=2) as opt:
         opt.load_checkpoint(tmp_path / "run.pt")
         again = draw(opt)
         assert torch.equal(again, second)
@@ -100,38 +100,20 @@ def test_a_term_with_targets_and_points_that_are_kept() -> None:
         assert loss > 0
 
 
-def test_bad_input_is_named() -> None:
+def test_candidates_without_a_probability_are_named() -> None:
+    """Other refusals are in `refusals.py`."""
     zeros = torch.zeros(4, 1)
     with of_sizes() as opt:
-        wrong: list[tuple[dict[str, Any], str]] = [
-            ({"k": -1.0}, "`k` must be finite and >= 0"),
-            ({"c": float("nan")}, "`c` must be finite"),
-            ({"samples": 5}, "at most the number of candidates, 4"),
-            ({"samples": 0}, "`samples` must be >= 1"),
-            ({"c": 0.0}, "all residuals are 0"),
-            ({"keep": zeros}, "structure of `candidates`"),
-            ({"keep": (zeros.double(), zeros)}, "structure of `candidates`"),
-            ({"term": "pde"}, "`term` must be None"),
-            ({"candidates": (zeros, zeros[:2])}, "a row for each point"),
-            ({"candidates": (zeros, zeros, zeros)}, "got 3 items"),
-            ({"candidates": (zeros[:0], zeros[:0])}, "a row for each point"),
-            ({"candidates": (torch.tensor([[1.0], [0.0]]), zeros[:2]), "c": 0.0}, "only 1 of 2 candidates"),
-            ({"candidates": (torch.tensor([[1.0], [torch.nan]]), zeros[:2])}, "residual of candidate 1 is nan"),
-        ]
-        for bad, message in wrong:
-            given = {"term": None, "candidates": (zeros, zeros), "samples": 2, **bad}
+        for candidates, message in (
+            ((zeros, zeros), "all residuals are 0"),
+            ((torch.tensor([[1.0], [0.0]]), zeros[:2]), "only 1 of 2 candidates"),
+            ((torch.tensor([[1.0], [torch.nan]]), zeros[:2]), "residual of candidate 1 is nan"),
+        ):
             with pytest.raises(ValueError, match=message):
-                batchopt.resample(opt, given.pop("term"), given.pop("candidates"), **given)
-        for listed in ([1.0, 2.0], "points", [zeros, zeros]):
-            with pytest.raises(TypeError, match="`candidates`"):
-                batchopt.resample(opt, None, listed, samples=1)
-        with pytest.raises(TypeError, match="`k` must be a number"):
-            batchopt.resample(opt, None, (zeros, zeros), samples=1, k="1")  # type: ignore[arg-type]
+                batchopt.resample(opt, None, candidates, samples=2, c=0.0)
     with of_terms() as opt:
         with pytest.raises(ValueError, match=r"`term` must be one of .*'equation'"):
             batchopt.resample(opt, None, POINTS, samples=1)
-        with pytest.raises(ValueError, match=r"the term 'rest' is not known to be a sum of squares"):
-            batchopt.resample(opt, "rest", POINTS, samples=1)
 
 
 def test_residuals_of_some_terms_alone() -> None:

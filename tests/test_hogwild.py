@@ -138,48 +138,6 @@ def test_who_is_late_has_stopped_writing_when_it_ends(failing: bool, tmp_path: P
         assert torch.equal(opt.parameters, after)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("interruptible")
-def test_who_still_steps_when_the_wait_for_it_is_interrupted_is_replaced(tmp_path: Path) -> None:
-    parent = os.getpid()
-
-    def linger(part: nn.Module, inputs: Any) -> None:
-        if once(tmp_path / "late"):
-            os.kill(parent, signal.SIGINT)
-            time.sleep(0.3)  # for it to arrive
-            os.kill(parent, signal.SIGINT)
-            time.sleep(600.0)
-
-    module = network()
-    module.get_submodule("first").register_forward_pre_hook(linger)
-    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=2) as opt:
-        with pytest.raises(KeyboardInterrupt):
-            hogwild(opt, (X, Y), momentum, batch_size=8, epochs=20)
-        opt.run_on_workers(lambda worker: None)
-        assert sum(worker.restarts for worker in opt.workers) in (1, 2)  # the other one may have been at work, too
-        opt.load(X, Y)
-        assert opt.evaluate().item() == pytest.approx(nn.functional.mse_loss(module(X), Y).item())
-
-
-LISTS = ([*X], [*Y])
-DEVICES = {"devices": ["cpu", "cpu"]}
-REFUSED: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [
-    ({}, {"batch_size": 0}, ValueError, "`batch_size` must be >= 1"),
-    ({}, {"optimizer": "sgd"}, TypeError, "`optimizer` must be callable"),
-    ({}, {"data": LISTS}, ValueError, "lists of samples need a `collate_fn`"),
-    ({}, {"optimizer": lambda parameters: 1 // 0}, WorkerError, "ZeroDivisionError"),
-    ({**DEVICES, "parallelize": "auto"}, {}, ValueError, "needs workers that share memory"),
-    (DEVICES, {}, ValueError, "needs workers that share memory: backend='process' without `devices`"),
-]
-
-
-@pytest.mark.parametrize("options, given, error, words", REFUSED)
-def test_what_cannot_be(options: dict[str, Any], given: dict[str, Any], error: type[Exception], words: str) -> None:
-    with BatchOptimizer(network(), nn.MSELoss(), **{"optimizer": None, **options}) as opt:
-        with pytest.raises(error, match=words):
-            hogwild(opt, **{"data": (X, Y), "optimizer": momentum, "batch_size": 8, **given})
-
-
 def test_running_statistics_are_refused_unless_they_stay() -> None:
     norm = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)).double()
     with BatchOptimizer(norm, nn.MSELoss(), optimizer=None) as opt:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -61,14 +59,6 @@ def test_it_measures_what_there_is_and_leaves_no_trace(chunk_size: int | None, m
     assert 1.4 < found.speed_up(found.best) < 2.6  # a sample takes three milliseconds, wherever
     memory = found.best.memory
     assert memory is not None and memory > 1_000_000
-
-
-@pytest.mark.parametrize("bad", [math.nan, -1, "fast"])
-def test_numbers_that_are_not_positive_are_refused(bad: Any) -> None:
-    with BatchOptimizer(nn.Linear(2, 1), nn.MSELoss()) as opt:
-        opt.load(torch.randn(8, 2), torch.randn(8, 1))
-        with pytest.raises((TypeError, ValueError), match="`seconds` must be a positive number of"):
-            opt.scaling(seconds=bad)
 
 
 @pytest.mark.slow
