@@ -24,6 +24,7 @@ from tests.workloads import WORKLOADS, Workload, mlp
 
 Ask = Callable[[BatchOptimizer], Any]
 ITERATIONS = 30
+NIGHTLY = pytest.mark.nightly
 
 
 def plain(data: Any) -> Any:
@@ -145,6 +146,10 @@ OBJECTIVES: dict[str, Objective] = {
 }
 
 
+# Of each kind of work one; the others are of the night.
+EACH_CHANGE = "draws, statistics and hooks", "targets", "terms"
+
+
 def asked(name: str, **way: Any) -> dict[str, Any]:
     """What is found, by what is asked of the objective."""
     make, given, batch, questions = OBJECTIVES[name]
@@ -169,7 +174,10 @@ def differing(name: str, **way: Any) -> list[str]:
 @pytest.mark.filterwarnings("ignore:.*rows of the Jacobian took a backward each")
 @pytest.mark.parametrize(
     ("name", "way"),
-    [*((name, {"parallelize": 3}) for name in OBJECTIVES), ("targets", {"devices": ["cpu:0", "cpu:0", "cpu"]})],
+    [
+        *(pytest.param(name, {"parallelize": 3}, marks=[NIGHTLY] * (name not in EACH_CHANGE)) for name in OBJECTIVES),
+        pytest.param("targets", {"devices": ["cpu:0", "cpu:0", "cpu"]}, marks=NIGHTLY),
+    ],
 )
 def test_whatever_is_asked_of_workers_has_the_bits_of_one_process(name: str, way: dict[str, Any]) -> None:
     """Of three; of two and of other backends in their contract."""
@@ -190,7 +198,10 @@ def run(case: Workload, **options: Any) -> tuple[str, Any]:
 
 @pytest.mark.rows
 @pytest.mark.filterwarnings("ignore:5 chunks for 8 workers")
-@pytest.mark.parametrize(("workload", "parallelize"), [*((name, 3) for name in WORKLOADS), ("rnn", 8), ("logistic", 5)])
+@pytest.mark.parametrize(
+    ("workload", "parallelize"),
+    [("mlp", 3), ("rnn", 8), *(pytest.param(name, 3, marks=NIGHTLY) for name in ("cnn", "burgers", "logistic"))],
+)
 def test_any_number_of_workers_gives_the_same_bits(workload: str, parallelize: int) -> None:
     case = WORKLOADS[workload]
     alone = run(case(torch.float32), chunk_size=5)

@@ -178,7 +178,10 @@ HEALTHY: dict[str, Callable[[], Workload]] = {
 
 
 @pytest.mark.rows
-@pytest.mark.parametrize("name", HEALTHY)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.nightly] * (name in ("rnn", "logistic", "burgers"))) for name in HEALTHY],
+)
 def test_the_doctor_is_silent_on_the_healthy(name: str) -> None:
     torch.manual_seed(0)
     case = HEALTHY[name]()

@@ -3,8 +3,9 @@ bits of one worker for any number of them."""
 
 from __future__ import annotations
 
+import re
 from collections import UserDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 from types import MappingProxyType
@@ -369,9 +370,15 @@ def asked(batch: tuple[Any, ...], options: dict[str, Any], plain: Plain, module:
         return [f.item(), gradient, losses, gradients, *map(torch.tensor, ahead)]
 
 
+def each(names: Iterable[str]) -> list[Any]:
+    """As parameters; of siblings those that differ in an array's kind or in the loss are of the night."""
+    siblings = re.compile("an array (back|read|of the)|denominators as (an|te)|read, |weights of (lists|arrays|.*[(])")
+    return [pytest.param(name, marks=[pytest.mark.nightly] * bool(siblings.match(name))) for name in names]
+
+
 @pytest.mark.rows
 @pytest.mark.filterwarnings("ignore:.* for . workers")
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", each(FORMS))
 def test_each_form_has_the_numbers_of_plain_torch_and_the_bits_of_one_worker(name: str) -> None:
     form = FORMS[name]
     asked(*form, network())

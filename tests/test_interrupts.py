@@ -122,6 +122,7 @@ def test_a_late_report_of_an_abandoned_call_is_not_taken_for_one_of_the_next(
 
 
 @pytest.mark.slow
+@pytest.mark.rows
 @pytest.mark.parametrize("minibatches", [False, True])
 def test_between_any_two_lines_of_an_evaluation_that_repeats(minibatches: bool) -> None:
     """Workers may have been rung for or not, be at it or done: the next evaluation finds what it would have found."""

@@ -19,7 +19,6 @@ from tests.workloads import difference, misfit, size
 X = torch.linspace(-1, 1, 40, dtype=torch.float64)[:, None]
 Y = 3 * X
 WORKERS = pytest.mark.parametrize("parallelize", [1, 2])
-OPTIMIZERS = ["lbfgs", "cg", "ssbroyden", "lm"]
 
 
 def spoilt(value: float) -> torch.Tensor:
@@ -112,9 +111,10 @@ def build(parallelize: int, **options: Any) -> BatchOptimizer:
 
 
 @pytest.mark.rows
-@WORKERS
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("on_nonfinite", ["raise", "return"])
+@pytest.mark.parametrize(
+    ("optimizer", "on_nonfinite", "parallelize"),
+    [("lbfgs", "raise", 2), ("cg", "return", 1), ("ssbroyden", "raise", 1), ("lm", "return", 2), ("lm", "raise", 1)],
+)
 def test_a_trial_that_raises_is_too_long_a_step(optimizer: str, on_nonfinite: str, parallelize: int) -> None:
     with build(parallelize, optimizer=optimizer, on_nonfinite=on_nonfinite) as opt:
         loss = opt.step(X, Y)

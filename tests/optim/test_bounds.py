@@ -107,7 +107,9 @@ class Boxed(Problem):
 
 
 @pytest.mark.rows
-@pytest.mark.parametrize("make", MAKES)
+@pytest.mark.parametrize(
+    "make", [pytest.param(make, marks=[pytest.mark.nightly] * (make not in ("lbfgs", "lm"))) for make in MAKES]
+)
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_the_minimum_is_the_published_one(name: str, make: str) -> None:
     problem = PROBLEMS[name]

@@ -55,13 +55,14 @@ TORCHS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
     if name not in ("SparseAdam", "Muon", "LBFGS")
 }
-# The rest is slow.
+# The rest is slow, and torch's others of the night.
 QUICK = "lbfgs", "levenberg-marquardt", "Adam"
 
 
 def each(kinds: Iterable[str]) -> list[Any]:
     """Their names, as parameters of a test."""
-    return [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in kinds]
+    late = {name: pytest.mark.nightly if name in TORCHS else pytest.mark.slow for name in kinds if name not in QUICK}
+    return [pytest.param(name, marks=late.get(name, ())) for name in kinds]
 
 
 CASE = mlp(samples=12)
