@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from batchopt import Batches, BatchOptimizer, WorkerError
 from tests.building import loaded
-from tests.workloads import Mlp, Noisy, Pairs, mlp, reference
+from tests.workloads import Listed, Mlp, Noisy, Pairs, mlp, reference
 
 EACH = pytest.mark.parametrize("parallelize", [1, 2])
 
@@ -197,35 +197,21 @@ def test_input_gradients_where_the_denominators_count() -> None:
         torch.testing.assert_close(opt.input_gradients(), expected)
 
 
-class TwoInputs(Dataset[Any]):
-    """Samples of two inputs and a target."""
-
-    def __len__(self) -> int:
-        return 6
-
-    def __getitem__(self, index: int) -> Any:
-        return (torch.full((2,), 0.1 * index), torch.ones(3)), torch.ones(1)
-
-
-class OfTwo(nn.Module):
+class OfTwo(nn.Linear):
     """A module of two inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = nn.Linear(2, 1), nn.Linear(3, 1)
 
     def forward(self, inputs: Any) -> Any:
         assert isinstance(inputs, tuple)
-        return self.one(inputs[0]) + self.other(inputs[1])
+        return super().forward(inputs[0]) + inputs[1].sum(-1, keepdim=True)
 
 
 @pytest.mark.parametrize("size", [2, 3, 6])
 def test_a_list_that_a_loader_has_made_of_tuples_is_columns_and_any_other_is_samples(size: int) -> None:
     """Also of two samples, where their numbers do not tell."""
-    module = OfTwo()
-    (one, other), targets = torch.utils.data.default_collate([TwoInputs()[index] for index in range(6)])
+    module, data = OfTwo(2, 1), Listed(*[((torch.full((2,), 0.1 * i), torch.ones(3)), torch.ones(1)) for i in range(6)])
+    (one, other), targets = torch.utils.data.default_collate([*data.items])
     with BatchOptimizer(module, nn.MSELoss(), optimizer=None) as opt:
-        f, _ = opt.full_gradient(DataLoader(TwoInputs(), batch_size=size))
+        f, _ = opt.full_gradient(DataLoader(data, batch_size=size))
         assert float(f) == pytest.approx(nn.MSELoss()(module((one, other)), targets).item(), rel=1e-6)
         opt.load((one, other), targets)
         assert opt.evaluate().item() == pytest.approx(float(f), rel=1e-6)

@@ -212,18 +212,16 @@ def end_of_copy(worker: Worker) -> int:
 
 def run(fork: Any, where: str) -> tuple[list[float], list[int]]:
     """Losses of steps and a result of `collect`, all in two workers; and how the copies have ended."""
-    net, criterion = Net(), nn.MSELoss()
-    hooks = {where: fork} if where.endswith("hook") else {}
+    net = Net()
     if where == "forward":
         net.register_forward_hook(fork)
-    with BatchOptimizer(net, criterion, optimizer="sgd", parallelize=2, chunk_size=5, **hooks) as opt:
+    with build(net, 2) as opt:
+        opt.prehook = fork if where == "prehook" else None
         if where == "run_on_workers":
             assert opt.run_on_workers(fork) == [1, 1]
         found = [opt.step(X, Y), opt.step(X, Y)]
         if where == "collect":
             assert opt.collect(lambda module, inputs, targets: fork(module, targets, inputs)).equal(X)
-        if where == "total":
-            assert opt.total(lambda module, inputs, targets: torch.tensor(fork(module))) == 2
         found.append(opt.step(X, Y))
         return found, opt.run_on_workers(end_of_copy) if fork is not no_fork else []
 
@@ -233,7 +231,7 @@ def no_fork(*given: Any) -> Any:
 
 
 @pytest.mark.rows
-@pytest.mark.parametrize("where", ["prehook", "posthook", "forward", "run_on_workers", "collect", "total"])
+@pytest.mark.parametrize("where", ["prehook", "forward", "run_on_workers", "collect"])
 def test_a_copy_of_a_worker_that_comes_back_from_the_users_code_ends(where: str) -> None:
     expected, _ = run(no_fork, where)
     assert run(ForkingOnce(), where) == (expected, [1, 1])

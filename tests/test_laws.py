@@ -342,12 +342,6 @@ def test_a_fresh_copy_goes_on_with_everything_that_the_one_before_was_told() -> 
         opt.evaluate()
         opt.collect({"a": leaving(IN_COPY["attribute"])})
         assert opt.evaluate() == before and opt.hook_results == []
-    with loaded(Net(), nn.MSELoss(), X, Y, parallelize=2, chunk_size=16) as one:
-        one.keep_outputs = True
-        first = one.evaluate()
-        outputs = one.outputs()
-        one.collect(leaving(IN_COPY["attribute"]))
-        assert one.evaluate() == first and torch.equal(one.outputs(), outputs)
 
 
 def test_what_run_on_workers_changes_is_refused_at_the_next_evaluation() -> None:

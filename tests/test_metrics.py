@@ -64,26 +64,6 @@ def same(one: Any, two: Any) -> bool:
     return type(one) is type(two) and bool(one == two)
 
 
-class Counted:
-    """The mean of all outputs, in the style of torchmetrics; counts its calls."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.seen: list[Any] = []
-
-    def reset(self) -> None:
-        self.calls.append("reset")
-        self.seen = []
-
-    def update(self, preds: torch.Tensor, target: torch.Tensor) -> None:
-        self.calls.append("update")
-        self.seen.append((preds, target))
-
-    def compute(self) -> torch.Tensor:
-        self.calls.append("compute")
-        return torch.cat([preds for preds, _ in self.seen]).mean()
-
-
 def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return (outputs.argmax(1) == targets).double().mean()
 
@@ -111,15 +91,6 @@ def test_anything_else_is_what_the_metric_returns(value: Any) -> None:
 
 
 # Objects
-
-
-def test_an_object_is_reset_and_updated_once(data: tuple[torch.Tensor, torch.Tensor]) -> None:
-    metric = Counted()
-    metric.update(*data)
-    assert same(measured(metric, *data), data[0].mean().item())
-    assert metric.calls == ["update", "reset", "update", "compute"]
-    ((outputs, targets),) = metric.seen
-    assert torch.equal(outputs, data[0]) and torch.equal(targets, data[1])
 
 
 @pytest.mark.parametrize("name", ["Accuracy", "AUROC", "ConfusionMatrix", "CalibrationError", "F1Score"])

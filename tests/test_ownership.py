@@ -144,23 +144,6 @@ def test_a_signal_handler_that_closes_ends_the_call(
             use()
 
 
-def test_a_module_that_evaluates_itself_is_told() -> None:
-    class Selfish(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if opt is not None:
-                opt.evaluate()
-            return super().forward(x)
-
-    opt: BatchOptimizer | None = None
-    with loaded(Selfish(2, 1), nn.MSELoss(), X, Y) as made:
-        opt = made
-        with pytest.raises(BatchoptError, match=r"is in the middle of evaluate\(\)"):
-            made.evaluate()
-        opt = None
-        made.load(X, Y)
-        made.evaluate()
-
-
 @pytest.mark.rows
 @needs_fork
 @forks_with_threads

@@ -115,20 +115,3 @@ def test_parts_that_torch_jit_made_are_sent_to_workers(kind: str) -> None:
         with BatchOptimizer(Through(PARTS[kind]()), nn.MSELoss(), optimizer="sgd", parallelize=parallelize) as opt:
             found.append([opt.step(X, Y), opt.step(X, Y)])
     assert found[0] == pytest.approx(found[1], rel=1e-5)
-
-
-class Unsaved(Module):  # type: ignore[misc]
-    """Calls Python, which torch.jit cannot save."""
-
-    def forward(self, x):  # type: ignore[no-untyped-def]
-        return self.inside(x)
-
-    @torch.jit.ignore
-    def inside(self, x):  # type: ignore[no-untyped-def]
-        return x
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit")
-def test_a_part_that_torch_jit_cannot_save_is_refused_with_the_remedy() -> None:
-    with pytest.raises(TypeError, match=r"(?s)'module\.part' .*cannot be saved by torch\.jit\.save .*or parallelize=1"):
-        BatchOptimizer(Through(scripted(Unsaved())), nn.MSELoss(), parallelize=2)

@@ -142,23 +142,6 @@ def test_limits_of_workers_are_named_and_survived() -> None:
         assert opt.collect(outputs).shape == (40, 4)
 
 
-@pytest.mark.slow
-@EACH
-def test_inference_mode_around_a_task_is_not_there_afterwards(parallelize: int) -> None:
-    with make(parallelize) as opt:
-        expected = opt.evaluate(), opt.predict(X), opt.collect(outputs), opt.total(gram)
-        with make(parallelize) as fresh:
-            for _ in range(2):
-                with torch.inference_mode():
-                    inside = fresh.predict(X), fresh.collect(outputs), fresh.total(gram)
-                found = fresh.evaluate(), fresh.predict(X), fresh.collect(outputs), fresh.total(gram)
-                assert all(map(torch.equal, found, expected)) and all(map(torch.equal, inside, expected[1:]))
-                assert not any(tensor.is_inference() for tensor in found)
-            with torch.inference_mode():
-                assert fresh.evaluate() == expected[0]
-            assert fresh.evaluate() == expected[0]
-
-
 # ---- what is given back
 
 

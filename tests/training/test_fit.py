@@ -111,12 +111,6 @@ def test_epochs_that_are_taken_as_done() -> None:
     assert seen == [(4, number, 15 + number) for number in range(1, 6)]
     assert (state.epoch, position.epoch, position.iteration) == (4, 4, 20)
     assert trained(position, epochs=4)[1].iteration == 20  # nothing is left to do
-    with optimizer() as whole, optimizer() as again:
-        fit(whole, batches(), epochs=3)
-        same = batches()
-        for epochs in (1, 3):
-            fit(again, same, epochs=epochs)
-        assert again.fingerprint() == whole.fingerprint()
     with pytest.raises(ValueError, match="`begin_epoch` is 3, but these Batches are in epoch 4"):
         trained(position, epochs=5, begin_epoch=3)
 

@@ -40,12 +40,6 @@ def test_intervals_are_due_as_in_chainer_also_after_a_resume(
     assert found == due[resumed:]
 
 
-def test_a_tenth_of_an_epoch_is_due_ten_times_in_each() -> None:
-    for length in (10, 30, 70, 100):
-        due = [i for i in range(1, 3 * length + 1) if EveryEpoch(0.1)(State(1, i, length))]
-        assert due == list(range(length // 10, 3 * length + 1, length // 10))
-
-
 def test_the_position_of_batches_counts_samples() -> None:
     batches = Batches(data()[0], 20)  # 20, 20 and 10 samples: 0.4, 0.8 and 1
     trigger, found = EveryEpoch(0.4, batches), []
