@@ -174,16 +174,15 @@ def test_complex_numbers_are_aligned_behind_an_odd_number_of_real_ones() -> None
         assert [module[i].data_ptr() - opt.parameters.data_ptr() for i in range(3)] == [48, 0, 56]
 
 
-# ---- parameters with other memory
-
-
-# ---- hogwild, and f with a graph; optimizers are in `optim/test_descent.py`
-
-
-# ---- checkpoints
-
-
 # ---- SciPy, the doctor, statistics
+
+
+def test_a_conjugate_parameter_keeps_its_values() -> None:
+    numbers = weights(9, False, 3, 2).data
+    module: Any = nn.ParameterList([nn.Parameter(numbers.conj())])
+    with opened(module, {"loss_fn": lambda m, x, y: m[0].abs().sum()}) as opt:
+        assert torch.equal(opt.parameters, torch.view_as_real(numbers.conj().resolve_conj()).flatten())
+        assert not module[0].is_conj()
 
 
 # ---- what is refused

@@ -372,7 +372,9 @@ def asked(batch: tuple[Any, ...], options: dict[str, Any], plain: Plain, module:
 
 def each(names: Iterable[str]) -> list[Any]:
     """As parameters; of siblings those that differ in an array's kind or in the loss are of the night."""
-    siblings = re.compile("an array (back|read|of the)|denominators as (an|te)|read, |weights of (lists|arrays|.*[(])")
+    siblings = re.compile(
+        "an array (back|read|of the)|denominators as (an|te)|read, |weights of (lists|arrays|[^C].*[(])"
+    )
     return [pytest.param(name, marks=[pytest.mark.nightly] * bool(siblings.match(name))) for name in names]
 
 

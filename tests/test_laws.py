@@ -381,6 +381,28 @@ def test_modes_that_a_hook_leaves_in_a_worker_are_refused(name: str) -> None:
 
 
 @EACH
+@pytest.mark.parametrize("name", ["spectrum", "wide"])
+def test_complex_and_expanded_buffers_are_frozen_in_a_step_and_taken_over_at_its_end(
+    name: str, parallelize: int
+) -> None:
+    """Others are in `workers/test_module_state.py`."""
+
+    def write(m: Any, x: torch.Tensor) -> None:
+        m.spectrum.add_(1j) if name == "spectrum" else m.wide[0].add_(1)
+
+    module = Net(write)
+    module.register_buffer("spectrum", torch.zeros(2, dtype=torch.complex64))
+    module.register_buffer("wide", torch.zeros(1).expand(3))
+    with torch.no_grad(), loaded(module, nn.MSELoss(), X, Y, parallelize=parallelize, chunk_size=16) as opt:
+        for step in range(1, 4):
+            assert len({opt.evaluate().item() for _ in range(3)}) == 1
+            opt.load(X, Y)
+            assert torch.view_as_real(module.get_buffer("spectrum")).sum() + module.get_buffer("wide").sum() == (
+                2 * step if name == "spectrum" else 3 * step
+            )
+
+
+@EACH
 def test_a_buffer_that_is_written_in_mid_step_counts_from_there(parallelize: int) -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4).eval())

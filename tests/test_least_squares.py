@@ -163,6 +163,24 @@ def test_samples_that_are_coupled_in_a_later_batch_are_found_where_they_are_eval
 # ---- lists of samples, sparse gradients
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*rows of the Jacobian took a backward each")
+def test_a_list_of_samples() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+    def found(inputs: Any, targets: Any) -> list[torch.Tensor]:
+        with loaded(module, nn.MSELoss(), inputs, targets, parallelize=2) as opt:
+            v = torch.linspace(-1.0, 1.0, len(opt.parameters), dtype=torch.float64)
+            squares, x = opt.objective().least_squares(), opt.objective().x0
+            by_numpy = [squares.fun(x), squares.jac(x), squares.operator(x).rmatvec(squares.fun(x))]
+            own = [opt.residuals(), opt.jvp(v), opt.vjp(opt.residuals()), opt.gram(), opt.normal().matrix]
+            return [*own, *map(torch.from_numpy, by_numpy)]
+
+    for one, two in zip(found([*X], [*Y]), found(X, Y), strict=True):
+        torch.testing.assert_close(one, two)
+
+
 # ---- others
 
 

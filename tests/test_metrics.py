@@ -144,6 +144,3 @@ def test_a_function_of_sklearn_gets_arrays_and_what_is_true_first(dtype: torch.d
     assert expected != sklearn.metrics.r2_score(predicted, true)
     pinball = functools.partial(sklearn.metrics.mean_pinball_loss, alpha=0.1)
     assert same(measured({"pinball": pinball}, outputs, targets), {"pinball": float(pinball(true, predicted))})
-
-
-# What is none

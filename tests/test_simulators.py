@@ -136,6 +136,17 @@ def test_a_point_takes_a_call_for_each_parameter_and_one_more() -> None:
         assert len(CALLS) == 13
 
 
+def test_a_function_may_return_memory_that_it_writes_again() -> None:
+    memory = torch.empty_like(TIMES)
+
+    @batchopt.finite_differences
+    def reused(model: Waves, times: torch.Tensor) -> torch.Tensor:
+        return memory.copy_(undecorated(model, times))
+
+    model = Waves()
+    torch.testing.assert_close(slopes(reused, model), slopes(Waves.forward, model))
+
+
 def test_draws_are_the_same_in_each_call() -> None:
     @batchopt.finite_differences
     def noisy(model: Waves, times: torch.Tensor) -> torch.Tensor:
@@ -446,7 +457,7 @@ class Steps(torch.nn.Module):
         return torch.from_numpy(x.numpy()[:, :1] * curve + torch.rand(()).item())
 
 
-def test_columns_are_dealt_to_workers(tmp_path: Any) -> None:
+def test_columns_are_dealt_to_workers(tmp_path: Any, nobody_late: None) -> None:
     x, y, path = torch.ones(1, 1).double(), torch.full((1, 20), 3.0).double(), tmp_path / "calls"
     with batchopt.BatchOptimizer(Steps(str(path)), torch.nn.MSELoss(), parallelize=3, chunk_size=1) as opt:
         opt.load(x, y)

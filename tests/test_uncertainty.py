@@ -372,6 +372,32 @@ def test_frozen_parameters_have_no_error_and_count_as_known(kind: str, before: b
     assert found.values.tolist() == [*model[0].bias.tolist(), *model[2].weight.flatten().tolist()]
 
 
+def test_complex_parameters_have_real_and_imaginary_parts() -> None:
+    x = torch.randn(20, 2, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
+
+    class Complex(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+            self.c = nn.Parameter(torch.tensor(1 + 2j, dtype=torch.complex128))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.c.real * x[:, 0] + self.c.imag * x[:, 1] + self.shift
+
+    model = Complex()
+    with BatchOptimizer(model, nn.MSELoss(), optimizer="lm") as opt:
+        opt.step(x, x.sum(1) + x[:, 0] ** 2)
+        found = opt.covariance()
+        with pytest.raises(ValueError, match="real parameters"):
+            opt.covariance("sandwich")
+    design = torch.cat([x, torch.ones(20, 1, dtype=torch.float64)], 1)
+    assert found.names == ("c.real", "c.imag", "shift") and found.variance is not None
+    torch.testing.assert_close(
+        found.matrix, found.variance * torch.linalg.inv(design.T @ design), rtol=1e-9, atol=1e-15
+    )
+    torch.testing.assert_close(found.of(lambda module: torch.view_as_real(module.c)).matrix, found.matrix[:2, :2])
+
+
 # Precision, workers, words
 
 
