@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import pickle
 import re
 import threading
 import warnings
@@ -150,8 +151,8 @@ sharing_its_weight(<True | False>) -> ValueError: 'alias'
 layer_and(torch.zeros(2, 100)[:, :1].expand(2, 3)) -> ValueError: '1.0' is expanded
 layer_and(torch.zeros(20).as_strided((2, 2), (3, 3))) -> ValueError: '1.0' is expanded
 layer_and(torch.zeros(2), torch.eye(2).to_sparse()) -> ValueError: '1.1' is sparse
-hooked("register_hook") -> ValueError: 'first.weight' has a hook; hooks on tensors do not travel to workers
-hooked("register_post_accumulate_grad_hook") -> ValueError: parameter 'first.weight' has a hook
+hooked(<"register_hook" | "register_post_accumulate_grad_hook">) ->
+    ValueError: 'first.weight' has a hook; hooks on tensors do not travel to workers
 """
 
 # ---- the other arguments
@@ -203,14 +204,15 @@ NONE, SUM = nn.MSELoss(reduction="none"), nn.MSELoss(reduction="sum")
 FOREIGN = torch.optim.SGD([*nn.Linear(4, 10).parameters()])
 ARGUMENTS = r"""
 build(parallelize=<0 | -1>) -> ValueError: `parallelize` must be >= 1, got <>
-build(parallelize=2.5) -> TypeError: `parallelize` must be an int, got float 2.5
-build(parallelize=True) -> TypeError: `parallelize` must be an int, got bool True
-build(parallelize=None) -> TypeError: `parallelize` must be an int, got NoneType None
+build(parallelize=<2.5 | True | None>) -> TypeError: `parallelize` must be an int, got ... <>
 build(parallelize=10_000) -> ValueError: needs about 2200.0 GB of memory and 70000 open files; this machine has ... GB,
 build(backend="serial") -> ValueError: `backend` 'serial' is this process alone: use parallelize=1, got 2
 build(backend="threads") -> ValueError: `backend` must be one of [...'process'...'serial'...], got 'threads'
 build(nn.Sequential(Mlp(), scripted())) -> TypeError: made by torch.jit (RecursiveScriptModule)...or use parallelize=1
 build(nn.Sequential(nn.Embedding(3, 2, max_norm=1.0))) -> ValueError: '0' has max_norm: it writes its weight
+build(nn.Sequential(nn.Embedding(3, 2, scale_grad_by_freq=True))) -> ValueError: scale_grad_by_freq: ... parallelize=1
+build(history=<0 | -1>, parallelize=1) -> ValueError: `history`
+build(history=<"all" | 1.5>, parallelize=1) -> TypeError: `history`
 build(criterion=NONE) -> ValueError: `criterion` has reduction='none': use reduction='mean' or 'sum'
 build(loss_fn=loss_fn, reduction="average") -> ValueError: `reduction` must be 'mean' or 'sum', got 'average'
 build(reduction="sum") -> ValueError: `reduction` is 'sum' but the criterion's own is 'mean'
@@ -230,15 +232,12 @@ build(loss_fn="mse") -> TypeError: `loss_fn` must be callable as loss_fn(module,
 build(loss_fn=LossClass) -> TypeError: `loss_fn` must be a function of ...; got the class LossClass
 build(loss_fn=two) -> TypeError: `loss_fn` must be callable as ...got a function of (worker
 build(criterion=nn.Linear(2, 2)) -> ValueError: `criterion` has trainable parameters, which would not be trained
-build(prehook=<"look" | "">) -> TypeError: `prehook` must be callable as prehook(worker, sample); got str <>
-build(prehook=3) -> TypeError: `prehook` must be callable as prehook(worker, sample); got int 3
-build(prehook=lambda worker: None) -> TypeError: got a function of (worker) (
+build(prehook=<"look" | 3>) -> TypeError: `prehook` must be callable as prehook(worker, sample); got ... <>
 build(prehook=lambda worker, sample, *, log: None) -> TypeError: got a function of (worker, sample, *, log)
 build(prehook=functools.partial(two, 1)) -> TypeError: got a function of (sample
 build(precode=two) -> TypeError: `precode` must be callable as precode(worker); got a function of ...refusals.py:
-build(posthook=lambda worker: None) -> TypeError: `posthook` must be callable as posthook(worker, sample)
+build(posthook=lambda worker: None) -> TypeError: `posthook` must be callable as posthook(worker, sample); got a functio
 build(holding_a_lock()) -> TypeError: cannot be sent to worker processes: ...0.lock' (...lock)
-build(precode=lambda worker, lock=LOCK: None) -> TypeError: `precode` cannot be sent...it captures 'lock' (...lock)
 build(precode=writes_a_log()) -> TypeError: `precode` cannot be sent...it captures 'log' (_io.TextIOWrapper)
 build(criterion=lambda output, targets, lock=LOCK: output.sum()) -> TypeError: lock' (...lock)
 build(loss_fn=lambda module, inputs, targets, lock=LOCK: None) -> TypeError: lock' (...lock)
@@ -247,28 +246,22 @@ build(optimizer=<"newton" | "" | "optimizer">) -> ValueError: must be one of [..
 build(optimizer=nn.Linear) -> TypeError: a class of optimizers, a factory, an instance or None; got <class
 build(optimizer=Needy) -> TypeError: (missing a required argument: 'lr'): pass lambda params: Needy(params, ...)
 build(optimizer=3) -> TypeError: `optimizer` must be a name, a class of optimizers, a factory, an instance or None; got
-build(optimizer=lambda p: None) -> TypeError: factory given as `optimizer` returned NoneType, not a torch.optim.Opt
-build(optimizer=lambda p: torch.optim.SGD) -> TypeError: the factory given as `optimizer` returned type
+build(optimizer=lambda p: <None | torch.optim.SGD>) -> TypeError: factory given as `optimizer` returned ..., not a torch
 build(optimizer=lambda p: torch.optim.LBFGS([{"params": [q]} for q in p])) -> ValueError: parameter groups
-build(optimizer=FOREIGN) -> ValueError: 2 parameters of `optimizer` are not ... of the module (first: shape (10, 4))
-build(optimizer=lambda p: FOREIGN) -> ValueError: 2 parameters of `optimizer` are not trainable parameters of the
+build(optimizer=<FOREIGN | lambda p: FOREIGN>) ->
+    ValueError: 2 parameters of `optimizer` are not ... of the module (first: shape (10, 4))
 build(optimizer=made(lr=<-0.5 | -1 | math.nan | math.inf>)) -> ValueError: has lr <>...it must be finite and >= 0
 build(optimizer=made(torch.optim.LBFGS, max_iter=<0 | -1>)) -> ValueError: max_iter <>: it must be >= 1 (optimizer=None
 build(speeds=[1, 2, 3]) -> ValueError: `speeds` has 3 entries for 2 workers
-build(speeds=[]) -> ValueError: `speeds` has 0 entries for 2 workers
 build(speeds=<[1, -1] | [0, 0] | [1, math.inf] | [1, math.nan]>) -> ValueError: must be finite and >= 0, and not all 0;
-build(speeds="12") -> TypeError: `speeds` must be a sequence of 2 numbers or None, got str
-build(speeds=2.0) -> TypeError: `speeds` must be a sequence of 2 numbers or None, got float
-build(speeds={1: 1, 2: 2}) -> TypeError: `speeds` must be a sequence of 2 numbers or None, got dict
+build(speeds=<"12" | 2.0 | {1: 1, 2: 2}>) -> TypeError: `speeds` must be a sequence of 2 numbers or None, got
 build(speeds=<["1", 1] | [None, 1] | [1j, 1] | [[1], [1]]>) -> TypeError: `speeds` must be numbers, got <>
 build(timeout=<"5s" | True | [1] | 1j>) -> TypeError: `timeout` must be a positive number of seconds or None, got <>
 build(timeout=<0 | -1.5 | math.nan | math.inf>) -> ValueError: `timeout` must be a positive number of seconds or None, g
-build(max_restarts=-1) -> ValueError: `max_restarts` must be >= 0, got -1
-build(max_restarts=True) -> TypeError: `max_restarts` must be an int, got bool True
+build(<max_restarts | seed>=-1) -> ValueError: must be >= 0, got -1
+build(<max_restarts | chunk_size | seed>=2.0) -> TypeError: must be an int, got float 2.0
 build(chunk_size=0) -> ValueError: `chunk_size` must be >= 1, got 0
-build(chunk_size=2.0) -> TypeError: `chunk_size` must be an int, got float 2.0
-build(seed=-1) -> ValueError: `seed` must be >= 0, got -1
-build(seed=None) -> TypeError: `seed` must be an int, got NoneType None
+build(chunk_size="some") -> TypeError: `chunk_size`
 build(on_nonfinite=<"ignore" | "Raise" | None | True | ["raise", "return"]>) -> ValueError: got <>
 build(verbose=<-1 | 4 | 1.0 | "1" | True | None>) -> ValueError: `verbose` must be 0, 1, 2 or 3, got <>
 build(check_cut=<1 | "yes" | None>) -> TypeError: `check_cut` must be True or False
@@ -285,10 +278,16 @@ build(devices=["cpu:0"], parallelize="auto", backend="ranks") -> ValueError: are
 build(devices=["cpu:0"], parallelize="auto", compile=True) -> ValueError: compile=True is for cores alone
 build(backend="ray", ray_options=[1]) -> TypeError: `ray_options` must be a dict of options of a Ray actor, got list
 build(backend="ray", ray_options={"max_restarts": 3}) -> ValueError: may not have ['max_restarts']: workers are placed a
-build(backend="ray", ray_options={"num_cpus": -1}) -> ValueError: 'num_cpus' is what one worker takes, a number >= 0; go
-build(backend="ray", ray_options={"num_gpus": "all"}) -> ValueError: 'num_gpus' is what one worker takes...got 'all'
+build(backend="ray", ray_options={"num_gpus": <-1 | "all">}) -> ValueError: 'num_gpus' is what one worker takes...got <>
+build(backend="ray", criterion=nn.MSELoss, optimizer="newton") -> TypeError: got the class MSELoss
 build(backend="ray", devices=["cpu", "cpu"]) -> ValueError: on Ray use ray_options={'num_gpus': 1}
 build(backend="ray", compile=True) -> ValueError: `compile` is for workers of this machine and for ranks
+build(backend="ray", compress=16) -> TypeError: `compress` must be None, 'fp16', 'bf16', '2bit', or a dict as ...got int
+build(backend="ray", compress={"type": "2bit", "size": 3}) -> ValueError: unknown ['size']: beside 'type', '2bit' has ['
+build(backend="ray", compress={"type": "2bit", "threshold": 0}) -> ValueError: has threshold 0: it must be finite and >
+build(compress="fp16", optimizer="sgd") -> ValueError: for gradients that cross a network, got backend='process', where
+build(backend="ray", compress="fp16", optimizer=<"lbfgs" | "cg" | torch.optim.LBFGS | lambda p: SVRG(made()(p))>) ->
+    ValueError: `compress` rounds gradients, and ... compares them with each other: use an
 build(ray_options={}) -> ValueError: `ray_options` are for backend='ray', got backend='process'
 build(terms={}) -> ValueError: `terms` is empty: give one Term at least
 build(terms=[Term(misfit)]) -> TypeError: `terms` must be a dict of names and batchopt.Term, got list
@@ -383,37 +382,29 @@ def weighted(weights: Any, **options: Any) -> None:
 
 
 LOADED, PAIRS, NESTED = TensorDataset(X, Y), Pairs(X, Y), batchopt.Weighted(X, torch.ones(4))
+ODD = torch.arange(4)
 SPARSE, SCALAR, GRADED = torch.eye(3).to_sparse(), torch.tensor(1.0), torch.rand(3, requires_grad=True) * 2
 BATCHES = r"""
-load(V, torch.rand(2)) -> ValueError: `inputs` has 3 samples but `targets` has 2
-load(V, None, ["a"]) -> ValueError: `inputs` has 3 samples but `options` has 1
-load(V, torch.rand(2), ["a"]) -> ValueError: has 3 samples but `targets` has 2 and `options` has 1
+load(V, torch.rand(2), ["a"]) -> ValueError: `inputs` has 3 samples but `targets` has 2 and `options` has 1
 load(TWO, V) -> ValueError: `inputs` has 2 samples but `targets` has 3: a list has one entry a sample; pass a tuple
 load((V, torch.rand(2))) -> ValueError: `inputs[0]` has 3 samples but `inputs[1]` has 2: what belongs to all samples
 load({"a": [V], "b": V[:2]}) -> ValueError: `inputs['a'][0]` has 3 ...`inputs['b']` has 2
 load(Record(V, torch.rand(2))) -> ValueError: has 3 samples but ... has 2
 load([X] * 4, options=["a"] * 4) -> TypeError: options
 load(V, None, SCALAR) -> TypeError: `options` must be a sequence
-load(torch.rand(0, 3)) -> ValueError: the batch has 0 samples
-load([]) -> ValueError: the batch has 0 samples
+load(<torch.rand(0, 3) | [] | Listed()>) -> ValueError: the batch has 0 samples
 load(SCALAR) -> TypeError: `inputs` is a 0-dim tensor: there is no dimension of samples ...; a number for all samples is
 load(V, SCALAR) -> TypeError: `targets` is a 0-dim tensor
-load(SPARSE) -> ValueError: `inputs` is sparse (torch.sparse_coo): call .to_dense() on it
-load({"a": V, "b": SPARSE}) -> ValueError: `inputs['b']` is sparse
+load({"a": V, "b": SPARSE}) -> ValueError: `inputs['b']` is sparse (torch.sparse_coo): call .to_dense() on it
 load(<GRADED | (V, GRADED) | [{"a": GRADED}]>) -> ValueError: requires grad and is not a leaf: call .detach() on it
 load(lambda: 1.0) -> TypeError: `inputs` must be ...got function: a trainer or ... `opt.loss()`
 load("abc") -> TypeError: `inputs` must be a tensor ..., a tuple or dict of tensors, or a list...got str
-load(Frame(X)) -> TypeError: `inputs` is or has a Frame: call .to_numpy() on it
-load((X, Frame(Y))) -> TypeError: `inputs` is or has a Frame: call .to_numpy() on it
+load(<Frame(X) | (X, Frame(Y))>) -> TypeError: `inputs` is or has a Frame: call .to_numpy() on it
 load(X, Frame(Y)) -> TypeError: `targets` is or has a Frame: call .to_numpy() on it
 load(np.zeros(3, dtype=object)) -> TypeError: `inputs` must be a tensor (torch.as_tensor makes
 load(V, "abc") -> TypeError: `targets` must be ...got str
-load(V, None, "abc") -> TypeError: `options` must be a sequence with one entry a sample...got str
-load(V, None, {0: "a"}) -> TypeError: `options` must be ...got dict
-load(None) -> TypeError: `inputs` must be ...got NoneType
-load(iter([V])) -> TypeError: `inputs` must be ...got list_iterator
-load((1, 2, 3)) -> TypeError: `inputs` must be ...got tuple
-load({}) -> TypeError: `inputs` must be ...got dict
+load(V, None, <"abc" | {0: "a"}>) -> TypeError: `options` must be a sequence with one entry a sample...got
+load(<None | iter([V]) | (1, 2, 3) | {}>) -> TypeError: `inputs` must be ...got
 load(ragged()) -> ValueError: `inputs` is a nested tensor: pass the list of its samples, list(inputs.unbind())
 load(<itself() | deep()>) -> ValueError: nested too deeply to be read, or contains itself
 load(DataLoader(LOADED)) -> TypeError: got DataLoader: `for loss in opt.steps(loader)` steps on each ... opt.full_gradie
@@ -423,7 +414,7 @@ load(SimpleNamespace(to_data_list=None)) -> TypeError: pass the list of graphs, 
 full([LOADED[i] for i in range(4)]) -> ValueError: got 4 items. Lists of samples ...collate_fn=lambda pairs: tuple(map(
 load(WithoutLength()) -> TypeError: a dataset must be map-style, ...; WithoutLength has no `__len__`: use a Data
 load(Stream()) -> TypeError: ; Stream is an IterableDataset, whose samples have no index: use a DataLoader
-load(Listed()) -> ValueError: the batch has 0 samples
+load(ODD, ODD, module=nn.Embedding(4, 2, scale_grad_by_freq=True), chunk_size=2) -> ValueError: scale_grad_by_freq
 load(PAIRS, Y) -> ValueError: `targets` of a Dataset come with its items
 load(X, PAIRS) -> TypeError: got Pairs: a dataset takes the place of inputs and targets
 load(PAIRS, None, [1, 2]) -> ValueError: `inputs` has 4 samples but `options` has 2
@@ -443,8 +434,7 @@ of_terms({"pde": V, "data": (V, V), 3: V}) -> ValueError: the batch has unknown 
 of_terms({"pde": V, "data": (V, V)}, V) -> ValueError: `targets` of terms go into the batch
 of_terms({"pde": V, "data": (V, V)}, None, [1]) -> ValueError: `options` of terms go into the batch
 of_terms({"pde": V, "data": (V, V[:2])}) -> ValueError: term 'data': `inputs` has 3 samples but `targets` has 2
-of_terms({"pde": V, "data": (V, V, [1], 2)}) -> ValueError: term 'data': a tuple must be ...; got 4 items
-of_terms({"pde": V, "data": ()}) -> ValueError: term 'data': a tuple must be ...; got 0 items
+of_terms({"pde": V, "data": <(V, V, [1], 2) | ()>}) -> ValueError: term 'data': a tuple must be ...; got
 of_terms({"pde": V[:0], "data": (V, V)}) -> ValueError: term 'pde': the batch has 0 samples
 of_terms({"pde": 3, "data": (V, V)}) -> TypeError: term 'pde': `inputs` must be a tensor
 of_terms({"pde": V, "data": (V, V, [1])}) -> ValueError: term 'data': ... but `options` has 1
@@ -479,12 +469,10 @@ step(Listed(*[({"x": X[0]}, Y[0])] * 4)) -> WorkerError: a dict; for an argument
 on(lambda opt: opt.hvp([1.0] * 103)) -> TypeError: got list
 on(lambda opt: opt.hvp(torch.ones(103, dtype=torch.int64))) -> TypeError: a tensor of torch.int64
 on(lambda opt: opt.hvp(torch.ones(103) * 1j)) -> TypeError: a tensor of torch.complex64
-on(lambda opt: opt.hvp(torch.ones(102))) -> ValueError: shape (103,)... got (102,)
-on(lambda opt: opt.hvp(torch.ones(1, 103))) -> ValueError: got (1, 103)
+on(lambda opt: opt.hvp(torch.ones(<102 | 1, 103>))) -> ValueError: shape (103,)... got (
 build(parallelize=1).objective()(np.zeros(103)) -> BatchoptError: no batch was loaded
-on(lambda opt: opt.objective()(np.zeros(102))) -> ValueError: `x` must have shape (103,), as `x0`; got (102,)
-on(lambda opt: opt.objective().gradient(np.zeros((1, 103)))) -> ValueError: got (1, 103)
-on(lambda opt: opt.objective().assign(1.0)) -> ValueError: got ()
+on(lambda opt: opt.objective()<(np.zeros(102)) | .gradient(np.zeros((1, 103))) | .assign(1.0)>) ->
+    ValueError: `x` must have shape (103,), as `x0`; got (
 on(lambda opt: opt.objective()(np.zeros(103, dtype=complex))) -> TypeError: real numbers... complex128
 on(lambda opt: opt.objective()(["a"] * 103)) -> TypeError: real numbers
 on(lambda opt: opt.objective()(np.full(103, 1e300))) -> ValueError: not a finite number of torch.float32
@@ -499,8 +487,6 @@ on(lambda opt: opt.covariance("likelihood", limit=102)) -> ValueError: the Hessi
 """
 
 # ---- batches in epochs, metrics, optimizers
-
-STATE = {**Batches(torch.arange(10), 3, shuffle=True).state_dict()}
 
 
 def resumed(**changes: Any) -> None:
@@ -554,7 +540,6 @@ def svrg(*arguments: Any) -> batchopt.SVRG:
 
 OTHERS = r"""
 Batches(V, 0) -> ValueError: `batch_size` must be >= 1, got 0
-Batches(V, 2.5) -> TypeError: `batch_size` must be an int
 Batches(V, seed=-1) -> ValueError: `seed` must be >= 0
 Batches(V, shuffle=1) -> TypeError: `shuffle` must be True or False
 Batches((V, V[:2])) -> ValueError: `data[0]` has 3 samples but `data[1]` has 2
@@ -565,18 +550,13 @@ Batches(V, collate_fn=list) -> ValueError: `collate_fn` is for lists of samples 
 Batches(Stream()) -> TypeError: Stream is an IterableDataset, whose samples have no
 Batches(iter([1])) -> TypeError: got list_iterator, which can be iterated over once only
 Batches(5) -> TypeError: got int, which cannot be iterated over
-Batches(DataLoader(PAIRS), 3) -> ValueError: `batch_size` cannot be given for a loader (DataLoad
-Batches(DataLoader(PAIRS), shuffle=True) -> ValueError: `shuffle` cannot be given for a loader
-Batches(DataLoader(PAIRS), seed=3) -> ValueError: `seed` cannot be given for a loader
+Batches(DataLoader(PAIRS), <3 | shuffle=True | seed=3>) -> ValueError: cannot be given for a loader (DataLoad
 resumed(length=11) -> ValueError: `length` was 11 where this state was saved, and is 10 here
-resumed(seed=4) -> ValueError: `seed` was 4
-resumed(batch_size=4) -> ValueError: `batch_size` was 4
-resumed(shuffle=0) -> ValueError: `shuffle` was 0
+resumed(<seed | batch_size | shuffle>=4) -> ValueError: was 4 where this state was saved, and is
 resumed(index=4) -> ValueError: `index` of a state must be less than the 4 batches of an epoch, got 4
 resumed(epoch=<-1 | 1.0>) -> ValueError: `epoch` of a state must be an int >= 0, got <>
 resumed(more=1) -> ValueError: has the entries ... got ...'more'
-score("accuracy") -> TypeError: `metrics` is not a metric: got 'accuracy' of type str; a metric is a function
-score(None) -> TypeError: `metrics` is not a metric: got None of type NoneType
+score(<"accuracy" | None>) -> TypeError: `metrics` is not a metric: got <> of type ...; a metric is a function
 score({"fine": accuracy, "bad": 3}) -> TypeError: `metrics['bad']` is not a metric: got 3 of type int
 score([accuracy]) -> TypeError: `metrics` is a list: give a dict, with a name for each
 score({"c": Half}) -> TypeError: `metrics['c']` is a class, not a metric: make an object of it, Half(...)
@@ -586,11 +566,8 @@ score(SCORER) -> TypeError: `metrics` is a scorer of scikit-learn, make_scorer(f
 score({"s": sklearn.metrics.silhouette_score}) -> TypeError: sklearn's silhouette_score, which does not begin with y_tru
 score({}) -> ValueError: `metrics` is empty
 of(<SEARCHES>, lr=0.0) -> ValueError: `lr` must be positive
-of(<SEARCHES>, lr=torch.tensor(-1.0)) -> ValueError: `lr` must be positive
-of(<SEARCHES>, lr=torch.ones(2)) -> TypeError: `lr` must be a number
 of(<SEARCHES>, lr="fast") -> TypeError: `lr` must be a number
 of(<EACH>, max_iter=0) -> ValueError: `max_iter` must be >= 1
-of(<EACH>, max_iter=2.5) -> TypeError: `max_iter` must be an int
 of(<EACH>, max_eval=True) -> TypeError: `max_eval` must be an int
 of(<EACH>, tolerance_grad=-1.0) -> ValueError: `tolerance_grad` must be >= 0
 of(<EACH>, tolerance_change=math.nan) -> ValueError: `tolerance_change` must be >= 0
@@ -603,9 +580,8 @@ of("LBFGS", bounds=<1 | "all" | []>) -> TypeError: `bounds` must be a dictionary
 of(<BOTH>, bounds={"rate": (0, 1)}) -> ValueError: `bounds` has 'rate', which is none...names need module.named_paramete
 of(<BOTH>, NAMED, bounds={"b": (0, 1)}) -> ValueError: `bounds` has 'b', which is none of the optimizer's parameters: a
 of(<BOTH>, bounds={OTHER: (0, 1)}) -> ValueError: `bounds` has a tensor of shape (2,), which is none of
-of(<BOTH>, bounds=[(1, 0)]) -> ValueError: `bounds` of parameter 0: each lower bound must be <= its upper bound
-of(<BOTH>, bounds={ONE: (math.nan, 0)}) -> ValueError: `bounds` of parameter 0: each lower bound must be
-of(<BOTH>, bounds=[(0, -math.inf)]) -> ValueError: each lower bound must be <= its upper bound
+of("LM", bounds=[<(1, 0) | (math.nan, 0) | (0, -math.inf)>]) ->
+    ValueError: `bounds` of parameter 0: each lower bound must be <= its upper bound
 of(<BOTH>, bounds=[(0, V)]) -> ValueError: must be numbers or have its shape, (2,); got (3,)
 of("LM", bounds=[<0 | (0,)>]) -> TypeError: `bounds` of parameter 0 must be a pair (lower, upper); got <>
 of(<BOTH>, bounds=[(0, "a")]) -> TypeError: must be numbers, tensors of its shape or None; got 'a'
@@ -615,7 +591,6 @@ of(<"LBFGS" | "SSBroyden">, when_data_change="ask") -> ValueError: must be one o
 of("LBFGS", line_search_fn="wolfe") -> ValueError: 'strong_wolfe', 'armijo', None; got 'wolfe'
 of("LBFGS", history_size=0) -> ValueError: `history_size` must be >= 1
 of("LM", damping=0.0) -> ValueError: `damping` must be positive and finite; got 0.0
-of("LM", damping="a") -> TypeError: `damping` must be a number
 of("LM", scaling="unit") -> ValueError: `scaling` must be one of 'diagonal', 'identity'; got 'unit'
 of("LM", geodesic=1) -> TypeError: `geodesic` must be a bool; got 1
 of("LM", dense=1.5) -> TypeError: `dense` must be an int >= 0
@@ -623,14 +598,29 @@ lm(lambda: ONE.square().sum()) -> TypeError: returned a scalar: return the resid
 lm(lambda: [1.0]) -> TypeError: must return a tensor
 lm(lambda: torch.ones(3)) -> ValueError: the residuals depend on no parameter
 batchopt.SVRG([ONE]) -> TypeError: `base` must be an optimizer
-svrg(<1.5 | True>) -> TypeError: `update_freq` must be a number of passes
 svrg(0) -> ValueError: `update_freq` must be >= 1
 svrg().step(lambda: ONE.sum()) -> RuntimeError: call begin_pass
+on(lambda opt: resample(opt, None, (X, Y), samples=2, <k=-1.0 | c=math.nan>)) -> ValueError: must be finite and >= 0
+on(lambda opt: hogwild(opt, (X, Y), made(), batch_size=0)) -> ValueError: `batch_size` must be >= 1
+on(lambda opt: hogwild(opt, (X, Y), "sgd", batch_size=8)) -> TypeError: `optimizer` must be callable
+on(lambda opt: hogwild(opt, ([*X], [*Y]), made(), batch_size=8)) -> ValueError: lists of samples need a `collate_fn`
+on(lambda opt: opt.scaling(seconds=<math.nan | -1>)) -> ValueError: `seconds` must be a positive number of
+on(lambda opt: resample(opt, None, (X, Y), samples=5)) -> ValueError: at most the number of candidates, 4
+on(lambda opt: resample(opt, None, (X, Y), samples=2, keep=X)) -> ValueError: structure of `candidates`
+on(lambda opt: resample(opt, "pde", (X, Y), samples=2)) -> ValueError: `term` must be None
+on(lambda opt: resample(opt, None, (X, Y[:2]), samples=2)) -> ValueError: a row for each point
+on(lambda opt: resample(opt, None, <[1.0, 2.0] | "points" | [X, Y]>, samples=1)) -> TypeError: `candidates`
+on(lambda opt: opt.multistart(torch.ones(0, 103)), optimizer="lbfgs") -> ValueError: `starts` has no row: give at least
+on(lambda opt: opt.multistart(torch.ones(2, 102)), optimizer="lbfgs") -> ValueError: must have shape (K, 103)
+on(lambda opt: opt.multistart(torch.ones(2, 103), <keep | steps>=0), optimizer="lbfgs") -> ValueError: must be >= 1
+on(lambda opt: pickle.dumps(opt.objective())) -> BatchoptError: have the solver call it in this process
+on(lambda opt: opt.step(X, Y, time_limit=<0 | -1.0>)) -> ValueError: `time_limit` must be a positive number of seconds
+step(optimizer="lbfgs", stop_on=<["SIGKILL"] | ["TERM"] | [15]>) -> ValueError: `stop_on` has
 """
 
 BOTH = '"LBFGS" | "LM"'
 SEARCHES, EACH = '"LBFGS" | "CG" | "SSBroyden"', '"LBFGS" | "CG" | "SSBroyden" | "LM"'
-USED = math, np, DataLoader, SimpleNamespace, Listed, difference  # by the calls in the tables
+USED = math, np, pickle, DataLoader, SimpleNamespace, Listed, difference  # by the calls in the tables
 NAMES: dict[str, Any] = {**vars(batchopt), **globals()}
 
 

@@ -57,7 +57,7 @@ def play(**environment: str) -> list[float]:
         return [float(number) for number in json.loads(said)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_memory_is_kept_from_one_evaluation_to_the_next_until_the_last_optimizer_is_closed() -> None:
     faults, kept, later, left = play()
     assert faults < 2500 and later < 2500  # of 10,000 pages; a busy machine takes some back

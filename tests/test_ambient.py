@@ -12,7 +12,6 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _python_dispatch
 
-from batchopt import BatchOptimizer, Sample, Worker
 from tests.building import loaded
 
 WORKERS = pytest.mark.parametrize("parallelize", [1, 2])
@@ -110,41 +109,3 @@ def test_what_cannot_be_carried_is_refused_by_name(enter: Callable[[], Any], nam
     with loaded(nn.Linear(3, 1), nn.MSELoss(), *DATA) as opt:
         with enter():
             opt.evaluate()
-
-
-@WORKERS
-def test_hooks_that_captured_the_module_see_it_as_it_is(parallelize: int) -> None:
-    module = nn.Linear(3, 1)
-    shared = {"factor": 1.0}
-
-    def prehook(worker: Worker, sample: Sample) -> None:
-        assert parallelize == 1 or worker.module is module
-
-    def posthook(worker: Worker, sample: Sample) -> float:
-        return module.weight.sum().item() * shared["factor"]
-
-    def loss_fn(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return nn.functional.mse_loss(module(x), y) * shared["factor"]
-
-    with BatchOptimizer(
-        module, loss_fn=loss_fn, prehook=prehook, posthook=posthook, optimizer=None, parallelize=parallelize
-    ) as opt:
-        for factor in (1.0, 2.0):
-            opt.parameters.add_(1)
-            shared["factor"] = factor
-            opt.load(*DATA)
-            expected = factor * nn.functional.mse_loss(module(DATA[0]), DATA[1]).item()
-            assert opt.evaluate().item() == pytest.approx(expected, rel=1e-6)
-            assert set(opt.hook_results) == {module.weight.sum().item() * factor}
-
-
-def test_a_program_that_cannot_be_sent_any_more_is_named_and_the_one_before_goes_on() -> None:
-    module: Any = nn.Sequential(nn.Linear(3, 1))
-    with loaded(module, nn.MSELoss(), *DATA, parallelize=2) as opt:
-        before = opt.evaluate()
-        module[0].generator = (i for i in range(3))
-        with pytest.raises(TypeError, match=r"cannot be sent to worker processes: it captures 'module\.0\.generator'"):
-            opt.load(*DATA)
-        del module[0].generator
-        opt.load(*DATA)
-        assert torch.isclose(opt.evaluate(), before)

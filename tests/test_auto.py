@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import math
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -71,7 +69,8 @@ def parts(module: nn.Module) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("two_are_faster")
-@pytest.mark.parametrize("chunk_size", [None, 5])
+@pytest.mark.rows
+@pytest.mark.parametrize("chunk_size", [5, None])
 def test_f_and_its_gradient_are_those_of_one_process_whoever_evaluates(chunk_size: int | None) -> None:
     case = mlp()
     module = Slow()
@@ -103,7 +102,7 @@ def test_f_and_its_gradient_are_those_of_one_process_whoever_evaluates(chunk_siz
         assert len(opt.workers) == 2 and (chunk_size is None or torch.equal(found, loss))
 
 
-@pytest.mark.slow  # workers of two threads have a process of their own to be forked from
+@pytest.mark.nightly  # workers of two threads have a process of their own to be forked from
 def test_four_workers_are_tried_then_two_with_two_threads_each(
     monkeypatch: pytest.MonkeyPatch, two_cores: None
 ) -> None:
@@ -217,21 +216,6 @@ def test_a_device_is_used_where_it_is_faster(at_once: Any) -> None:
                     opt.load_state_dict({**state, "parallelize": {**state["parallelize"], "devices": wrong}})
 
 
-@pytest.mark.slow
-def test_devices_do_not_cut_a_batch_where_that_would_change_f(at_once: Any) -> None:
-    """Also where no workers on the cores come into question, whose share would be timed."""
-    at_once({(1, 0): 0.1, (1, 1): 0.06, (2, 2): 0.03})
-    normalised = nn.Sequential(Mlp(), nn.BatchNorm1d(4)).double()
-    for module, criterion in (
-        (normalised, nn.MSELoss()),
-        (Mlp().double(), lambda y, t: (y - t).square().mean().sqrt()),
-    ):
-        given = {**parts(module), "criterion": criterion, "devices": ["cpu:0"] * 2, "threads_per_worker": 2}
-        with BatchOptimizer(**given) as opt:
-            found, where = chosen(opt)
-            assert len(found) == 1 and where == ["cpu:0"]
-
-
 class Elsewhere(nn.Module):
     """Does something in other processes, where it sees all samples."""
 
@@ -255,55 +239,13 @@ def other(y: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("does", [fails, other])
+@pytest.mark.rows
+@pytest.mark.parametrize("does", [other, fails])
 def test_where_a_device_fails_or_finds_another_f_the_choice_goes_on_without_it(at_once: Any, does: Any) -> None:
     at_once({(1, 0): 0.1, (1, 1): 0.01, (2, 0): 0.05})
     with BatchOptimizer(**parts(Elsewhere(does)), devices=["cpu:0"]) as opt:
         found, where = chosen(opt)
         assert len(found) == 1 and where == ["cpu", "cpu"] and "a worker on cpu:0 failed" in str(choice_of(opt))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("resized", [False, True])
-def test_an_interrupt_before_a_device_was_compared_leaves_it_unused_and_what_the_user_asks_for_then_stays(
-    at_once: Any, monkeypatch: pytest.MonkeyPatch, resized: bool
-) -> None:
-    at_once({(1, 0): 0.1, (1, 1): 0.01, (2, 0): 0.05, (3, 0): 0.2})
-    calls, compared = [], vars(sys.modules["batchopt._engine.tuning"])["_values"]
-
-    def interrupted(engine: Any, cut: Any) -> Any:
-        if engine.workers.way.devices:
-            calls.append(cut)
-            if len(calls) == 1:
-                raise KeyboardInterrupt
-        return compared(engine, cut)
-
-    monkeypatch.setattr("batchopt._engine.tuning._values", interrupted)
-    with BatchOptimizer(**parts(Elsewhere(other)), devices=["cpu:0"]) as opt:
-        with pytest.raises(KeyboardInterrupt):
-            chosen(opt)
-        if resized:
-            opt.resize(3)
-        found, where = chosen(opt)
-        assert len(found) == 1 and where == ["cpu"] * (2 + resized)
-
-
-@pytest.mark.slow
-def test_devices_with_state_in_workers_are_used_at_once_and_what_was_chosen_stays(at_once: Any) -> None:
-    case, given = mlp(), {**parts(Mlp().double()), "devices": ["cpu:0"] * 2}
-    with BatchOptimizer(**given, prehook=lambda worker, sample: None) as opt:
-        assert [str(worker.device) for worker in opt.workers] == ["cpu:0", "cpu:0"]
-    with BatchOptimizer(**given) as opt:
-        assert opt.run_on_workers(lambda worker: str(worker.device)) == ["cpu:0", "cpu:0"]
-    at_once({(1, 0): 0.1, (1, 1): 0.02, (2, 2): 0.05, (2, 0): 0.09})
-    with BatchOptimizer(**given) as opt:
-        opt.load(case.inputs, case.targets)
-        while not has_chosen(opt):
-            opt.evaluate()
-        opt.run_on_workers(lambda worker: worker.state.update(mine=1))  # before the next evaluation would change them
-        opt.load(case.inputs, case.targets)
-        opt.evaluate()
-        assert opt.run_on_workers(lambda worker: worker.state) == [{"mine": 1}]
 
 
 # ---- where the number of workers stays
@@ -359,26 +301,6 @@ def test_mini_batches_and_functions_of_the_batch_go_on_as_before(capsys: pytest.
     assert capsys.readouterr().err.count("evaluations are by 2 workers, threads=1: measured") == 1
 
 
-@pytest.mark.usefixtures("two_cores")
-def test_a_batch_that_cannot_be_sent_is_evaluated_here() -> None:
-    case = mlp()
-
-    class Samples(list[Any]):
-        def __reduce__(self) -> Any:
-            raise TypeError("these samples stay here")
-
-    samples = Samples(zip(case.inputs, case.targets, strict=True))
-    given: dict[str, Any] = {"collate_fn": lambda pairs: tuple(map(torch.stack, zip(*pairs, strict=True)))}
-    with BatchOptimizer(**parts(Slow()), **given) as opt:
-        opt.load([x for x, _ in samples], Samples(case.targets))
-        expected = opt.evaluate()
-        for _ in range(400):
-            assert torch.allclose(opt.evaluate(), expected)
-            if has_chosen(opt):
-                break
-        assert len(opt.workers) == 1 and "cannot" in choice_of(opt).reason
-
-
 FACTOR = [1.0]  # which the module of this name in a worker has as in the file
 
 
@@ -387,20 +309,9 @@ def scaled(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return FACTOR[0] * (output - targets).square().mean()
 
 
-def undefined_there(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """A mean square, and NaN in every other process."""
-    return scaled(output, targets) * (1.0 if FACTOR[0] == 2.0 else math.nan)
-
-
 def only_here(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Fails in every other process."""
     assert os.getpid() == int(os.environ["BATCHOPT_TEST_HERE"])
-    return nn.functional.mse_loss(output, targets)
-
-
-def whole_only(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Fails for a part of the batch."""
-    assert len(output) == 37
     return nn.functional.mse_loss(output, targets)
 
 
@@ -416,9 +327,7 @@ def locked(lock: Any, output: torch.Tensor, targets: torch.Tensor) -> torch.Tens
     ("criterion", "reason"),
     [
         (scaled, "f or df/dX is another one there"),
-        (undefined_there, "f or df/dX is another one there"),
         (only_here, "it cannot be evaluated there"),
-        (whole_only, "it cannot be evaluated there"),
         (functools.partial(locked, threading.Lock()), "cannot be sent"),
     ],
 )

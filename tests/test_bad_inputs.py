@@ -6,7 +6,6 @@ Left out are those about other machines, and those that a test needs running wor
 from __future__ import annotations
 
 import math
-import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,11 +15,10 @@ from typing import Any
 
 import psutil
 import pytest
-import scipy.optimize
 import torch
 from torch import nn
 
-from batchopt import BatchOptimizer, Term, WorkerError
+from batchopt import Term, WorkerError
 from batchopt.errors import BatchoptError
 from tests.refusals import ARGUMENTS, BATCHES, LOCK, MODULES, OTHERS, Refusal, X, Y, build, rows, step
 from tests.workloads import misfit
@@ -131,56 +129,12 @@ for provoke, row in tried:
     assert not psutil.Process().children(), row
 print("done")
 """
-WITHOUT_A_CLUSTER = """
-import torch, batchopt, ray
-from torch import nn
-for given in (
-    {"criterion": nn.MSELoss},
-    {"criterion": nn.MSELoss(), "prehook": "look"},
-    {"terms": {}},
-    {"criterion": nn.MSELoss(), "ray_options": {"num_cpus": -1}},
-    {"criterion": nn.MSELoss(), "optimizer": "newton"},
-    {"criterion": nn.MSELoss(), "module": nn.Linear(2, 1).requires_grad_(False)},
-):
-    try:
-        batchopt.BatchOptimizer(**{"module": nn.Linear(2, 1), "backend": "ray", "parallelize": "auto", **given})
-    except (TypeError, ValueError):
-        assert not ray.is_initialized(), given
-    else:
-        raise AssertionError(given)
-print("done")
-"""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", [BEFORE_ANYTHING, WITHOUT_A_CLUSTER], ids=["process", "cluster"])
-def test_all_checks_come_before_anything_is_started_even_what_workers_are_forked_from(program: str) -> None:
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=280)
+def test_all_checks_come_before_anything_is_started_even_what_workers_are_forked_from() -> None:
+    ended = subprocess.run([sys.executable, "-c", BEFORE_ANYTHING], capture_output=True, text=True, timeout=280)
     assert ended.stdout.endswith("done\n"), ended.stderr
-
-
-WITHOUT_PROC = """
-import torch
-from batchopt import BatchOptimizer, BatchoptError
-x, y = torch.ones(8, 3), torch.zeros(8, 1)
-try:
-    BatchOptimizer(torch.nn.Linear(3, 1), torch.nn.MSELoss(), parallelize=2)
-except BatchoptError as error:
-    print(error)
-with BatchOptimizer(torch.nn.Linear(3, 1), torch.nn.MSELoss(), parallelize=1) as opt:
-    print(opt.step(x, y) >= 0)
-"""
-
-
-@pytest.mark.slow
-def test_a_machine_without_proc_is_told_to_use_one_worker() -> None:
-    apart = ["unshare", "--map-root-user", "--mount"]
-    if subprocess.run([*apart, "true"], capture_output=True, check=False).returncode:
-        pytest.skip("this machine allows no mounts of one's own")
-    hidden = [*apart, "sh", "-c", 'mount -t tmpfs none /proc && exec "$@"', "sh", sys.executable, "-c", WITHOUT_PROC]
-    ended = subprocess.run(hidden, capture_output=True, text=True, timeout=280, check=True)
-    assert "/proc is not mounted here" in ended.stdout and "use parallelize=1" in ended.stdout
-    assert ended.stdout.splitlines()[-1] == "True"
 
 
 def test_a_working_directory_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,19 +173,3 @@ def test_what_cannot_be_sent_or_unpickled_here_is_told() -> None:
         opt.posthook = None
         opt.load(X, Y)
         assert math.isfinite(opt.evaluate().item())
-
-
-def test_a_solver_with_processes_of_its_own_is_told_to_use_none() -> None:
-    with BatchOptimizer(nn.Linear(6, 4), nn.MSELoss(), optimizer=None) as opt:
-        opt.load(X, Y)
-        objective = opt.objective()
-        bounds = [(-1.0, 1.0)] * len(objective.x0)
-
-        def elsewhere(function: Callable[[Any], float], points: Any) -> list[float]:
-            """As `multiprocessing.Pool.map`, without the processes, some of which SciPy leaves behind."""
-            return [pickle.loads(pickle.dumps(function))(point) for point in points]
-
-        with pytest.raises(BatchoptError, match=r"have the solver call it in this process .*workers=1\)"):
-            scipy.optimize.differential_evolution(
-                objective, bounds, workers=elsewhere, maxiter=1, popsize=1, updating="deferred"
-            )

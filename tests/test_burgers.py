@@ -2,24 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
-import pytest
 import torch
 
-from benchmarks import pinn_problems
 from scripts import burgers
-
-
-@pytest.mark.slow
-def test_the_solution_is_that_of_a_finer_quadrature() -> None:
-    t, x = np.meshgrid([0.02, 0.3, 0.7, 1.0], [-0.97, -0.4, -0.01, 0.003, 0.2, 0.9], indexing="ij")
-    eta = np.linspace(-2, 2, 400_001)
-    y = x[..., None] - eta
-    exponent = -np.cos(np.pi * y) / (2 * np.pi * burgers.NU) - eta**2 / (4 * burgers.NU * t[..., None])
-    kernel = np.exp(exponent - exponent.max(-1, keepdims=True))
-    expected = -(np.sin(np.pi * y) * kernel).sum(-1) / kernel.sum(-1)
-    np.testing.assert_allclose(burgers.exact(t, x), expected, atol=1e-9)
-    np.testing.assert_allclose(pinn_problems.burgers(t, x), expected, atol=1e-9)
 
 
 def test_the_residual_is_that_of_the_equation() -> None:

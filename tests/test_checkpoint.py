@@ -133,11 +133,9 @@ def odd_states() -> dict[str, Any]:
         "a module": linear,
         **{str(dtype): in_parts(dtype) for dtype in DTYPES},
         "transposed": big.T,
-        "reversed view": big[3:9:2, ::7],
         "expanded": torch.randn(3, 1).expand(3, 4),
         "channels last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
         "number": torch.tensor(2.5),
-        "nothing": torch.empty(0),
         "no rows": torch.empty(0, 7),
         "waves": waves,
         "conjugates": waves.conj(),
@@ -145,7 +143,6 @@ def odd_states() -> dict[str, Any]:
         "negative imaginary": waves.conj().imag,
         "negative": torch._neg_view(torch.randn(3)),
         "with a gradient": torch.randn(3, requires_grad=True) * 2,
-        "zeros": torch.tensor([0.0, -0.0]),
         "payloads": torch.tensor([0x7FC00001, -0x3FFFFF, 0x7F800000, -0x800000], dtype=torch.int32).view(torch.float32),
         "all": big,
         "all, as integers": big.view(torch.int32),
@@ -158,15 +155,6 @@ def test_odd_states_come_back_alone_and_together(tmp_path: Path) -> None:
         loaded = written(tmp_path / "run.pt", some)
         assert same(loaded, some), list(some)
         assert not any(marks(loaded))
-
-
-NUMBERS: list[Any] = [np.float64(0.1), np.float32(0.1), np.int64(-3), np.uint8(3), np.bool_(True), np.str_("é")]
-
-
-def test_a_number_of_numpy_is_one_of_python(tmp_path: Path) -> None:
-    for number in NUMBERS:
-        state = written(tmp_path / "run.pt", {"x": [number], "keys": {number: None}})
-        assert same(state, {"x": [number.item()], "keys": {number.item(): None}})
 
 
 def marks(state: dict[str, Any]) -> list[bool]:
@@ -183,20 +171,6 @@ def test_a_view_does_not_drag_its_storage_along_and_a_shared_part_is_stored_once
     checkpoint.write(path, tied, LAYOUT)
     assert 200_000 < path.stat().st_size < 210_000
     assert same(checkpoint.read(path, LAYOUT), tied)
-
-
-def test_a_tensor_that_fills_its_storage_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given_to_torch: list[Any] = []
-    save = torch.save
-
-    def spied(content: Any, file: Any) -> None:
-        given_to_torch.append(content)
-        save(content, file)
-
-    monkeypatch.setattr(torch, "save", spied)
-    history = torch.zeros(50, 100)  # the history of an L-BFGS, often larger than all that is free
-    checkpoint.write(tmp_path / "run.pt", {"history": history}, LAYOUT)
-    assert given_to_torch[0]["state"]["history"].data_ptr() == history.data_ptr()
 
 
 # What is refused before anything is written.
@@ -309,9 +283,9 @@ def test_each_part_of_the_content_is_under_the_digest(saved: Path) -> None:
             (numbers, other)
             for other in (numbers.double(), numbers.view(torch.int32), numbers.view(2, 1), numbers.abs())
         ),
-        *((1, other) for other in (2, -1, 1.0, True, "1", None)),
-        *((True, False), (0.0, -0.0), ("a", "b"), ([1], (1,)), ([1, [2]], [[1], 2]), ([], [[]])),
-        *(({"a": 1, "b": 2}, other) for other in ({"b": 2, "a": 1}, {"a": 1, "c": 2}, {"a": 1}, ["a", 1, "b", 2])),
+        *((1, other) for other in (2, 1.0, True, "1", None)),
+        *((0.0, -0.0), ([1], (1,)), ([1, [2]], [[1], 2])),
+        *(({"a": 1, "b": 2}, other) for other in ({"b": 2, "a": 1}, {"a": 1, "c": 2}, ["a", 1, "b", 2])),
         *((noted, other) for other in (OrderedDict(noted), dict(noted))),
     ]
     for one, other in states:
@@ -355,14 +329,6 @@ def test_a_pickle_bomb_does_not_go_off(saved: Path, monkeypatch: pytest.MonkeyPa
     assert not marker.exists()
 
 
-def test_torchs_own_settings_do_not_matter(saved: Path) -> None:
-    config = pytest.importorskip("torch.utils.serialization.config")
-    if not hasattr(config, "load"):
-        pytest.skip("this torch has no settings of how to load")
-    with config.patch({"load.mmap": True}):
-        assert same(checkpoint.read(saved, LAYOUT), OLD)
-
-
 def contents(saved: Path) -> list[tuple[Any, str]]:
     """What a file may hold that is no checkpoint, and what is said of it."""
     content = torch.load(saved, weights_only=True)
@@ -396,24 +362,16 @@ def test_a_checkpoint_of_another_model_says_what_differs(saved: Path) -> None:
     weight, bias = ("fc.weight", (10, 4)), ("fc.bias", (10,))
     layouts: list[tuple[list[tuple[str, tuple[int, ...]]], torch.dtype, str]] = [
         ([("fc.weight", (10, 8)), bias], torch.float32, "'fc.weight' is (10, 8) here and (10, 4) in the file"),
-        ([("fc.weight", (40,)), bias], torch.float32, "'fc.weight' is (40,) here and (10, 4) in the file"),
         ([weight], torch.float32, "'fc.bias' is missing here and (10,) in the file"),
         ([weight, bias, ("x", ())], torch.float32, "'x' is () here and missing in the file"),
         ([bias, weight], torch.float32, "the same parameters are in another order in the file"),
         ([weight, bias], torch.float64, "'dtype of all' is float64 here and float32 in the file"),
-        (
-            [("a", (1,)), ("b", (1,)), ("c", (1,))],
-            torch.float32,
-            "'a' is (1,) here and missing in the file, 'b' is (1,) here and missing in the file, 'c' is (1,) here and "
-            "missing in the file",
-        ),
     ]
     for slots, dtype, message in layouts:
         layout = Layout.of([(name, torch.zeros(shape)) for name, shape in slots], dtype)
         with pytest.raises(CheckpointError) as caught:
             checkpoint.read(saved, layout)
-        count = 5 if slots[0][0] == "a" else 1
-        assert str(caught.value) == f"cannot read checkpoint '{saved}': {count} parts of the layout differ: {message}"
+        assert str(caught.value) == f"cannot read checkpoint '{saved}': 1 parts of the layout differ: {message}"
 
 
 def test_a_path_that_cannot_be_read_is_named(tmp_path: Path) -> None:
@@ -454,21 +412,9 @@ def test_a_write_that_ends_in_the_middle_leaves_the_old_file(
     assert same(checkpoint.read(saved, LAYOUT), expected)
 
 
-@pytest.mark.parametrize("missing", [1, 1000])
-def test_a_file_that_may_not_grow_leaves_the_old_one(saved: Path, missing: int) -> None:
-    with limited(resource.RLIMIT_FSIZE, saved.stat().st_size - missing):
+def test_a_file_that_may_not_grow_leaves_the_old_one(saved: Path) -> None:
+    with limited(resource.RLIMIT_FSIZE, saved.stat().st_size - 1):
         with pytest.raises(CheckpointError, match=f"cannot write checkpoint '{saved}': .* File too large"):
-            checkpoint.write(saved, NEW, LAYOUT)
-    assert os.listdir(saved.parent) == ["run.pt"] and same(checkpoint.read(saved, LAYOUT), OLD)
-
-
-def test_a_full_disk_is_named_while_another_error_is_handled(saved: Path) -> None:
-    try:
-        raise KeyboardInterrupt
-    except KeyboardInterrupt:
-        with pytest.raises(CheckpointError, match="uint4"):
-            checkpoint.write(saved, {"x": torch.empty(4, dtype=U4)}, LAYOUT)
-        with limited(resource.RLIMIT_FSIZE, 1000), pytest.raises(CheckpointError, match="File too large"):
             checkpoint.write(saved, NEW, LAYOUT)
     assert os.listdir(saved.parent) == ["run.pt"] and same(checkpoint.read(saved, LAYOUT), OLD)
 
@@ -524,23 +470,6 @@ def test_the_file_is_synced_then_renamed_then_its_folder_synced(saved: Path, mon
     assert events == ["sync True", "rename", "sync folder"]
 
 
-@pytest.mark.parametrize("code, raises", [(errno.EINVAL, False), (errno.EIO, True)])
-def test_a_folder_that_knows_no_sync_is_no_error(
-    saved: Path, monkeypatch: pytest.MonkeyPatch, code: int, raises: bool
-) -> None:
-    def fsync(fd: int) -> None:
-        if stat.S_ISDIR(os.fstat(fd).st_mode):
-            raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    if raises:
-        with pytest.raises(CheckpointError, match=os.strerror(code)):
-            checkpoint.write(saved, NEW, LAYOUT)
-    else:
-        checkpoint.write(saved, NEW, LAYOUT)
-    assert same(checkpoint.read(saved, LAYOUT), NEW)
-
-
 # Where it may be written.
 
 
@@ -565,41 +494,14 @@ def test_a_path_that_cannot_be_written_is_found_at_once(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == before
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write wherever it wants")
-def test_without_permission_it_is_found_at_once(saved: Path) -> None:
-    saved.chmod(0o400)
-    with pytest.raises(CheckpointError, match="may not be written"):
-        checkpoint.write(saved, NEW, LAYOUT)
-    saved.chmod(0o600)
-    saved.parent.chmod(0o500)
-    try:
-        with pytest.raises(CheckpointError, match="Permission denied"):
-            checkpoint.write(saved, NEW, LAYOUT)
-    finally:
-        saved.parent.chmod(0o700)
-
-
-@pytest.mark.parametrize("exists", [True, False])
-def test_a_link_stays_and_what_it_points_to_is_replaced(tmp_path: Path, exists: bool) -> None:
+def test_a_link_stays_and_what_it_points_to_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     target, link = tmp_path / "runs" / "7.pt", tmp_path / "latest.pt"
-    if exists:
-        checkpoint.write(target, OLD, LAYOUT)
+    checkpoint.write(target, OLD, LAYOUT)
     link.symlink_to("runs/7.pt")
     checkpoint.write(link, NEW, LAYOUT)
     assert link.is_symlink() and not target.is_symlink()
-    assert same(checkpoint.read(target, LAYOUT), NEW)
-    assert same(checkpoint.read(link, LAYOUT), NEW)
-    assert os.listdir(tmp_path / "runs") == ["7.pt"]
-
-
-def test_a_relative_path_a_string_and_a_long_name_are_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    paths: list[str | Path] = ["run.pt", Path("run.pt"), "./run [1].pt", "é" * 127]
-    for path in paths:
-        checkpoint.write(path, NEW, LAYOUT)
-        assert same(checkpoint.read(path, LAYOUT), NEW)
-    assert len(os.listdir(tmp_path)) == 3
+    assert same(checkpoint.read(target, LAYOUT), NEW) and os.listdir(tmp_path / "runs") == ["7.pt"]
 
 
 def test_a_new_file_is_private_and_an_old_one_keeps_its_mode(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,8 +83,3 @@ def test_deterministic_algorithms_have_fixed_chunks() -> None:
             assert size_of(opt) == 40
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-def test_others_are_refused() -> None:
-    with pytest.raises((TypeError, ValueError), match="`chunk_size`"):
-        BatchOptimizer(nn.Linear(3, 1), nn.MSELoss(), chunk_size="some")  # type: ignore[arg-type]

@@ -69,18 +69,6 @@ def test_each_chunk_of_a_list_is_collated_no_more_than_twice_a_step_and_worker_b
     assert collate.count <= 2 * 2 * chunks * parallelize + audits
 
 
-def test_what_a_prehook_does_to_a_collated_piece_is_done_to_each_anew(tmp_path: Path) -> None:
-    def prehook(worker: Any, sample: Any) -> None:
-        rows, lengths = sample.inputs
-        sample.inputs = rows + 1, lengths
-
-    with loaded(
-        Pool(), nn.MSELoss(), INPUTS, TARGETS, collate_fn=Collate(tmp_path), prehook=prehook, parallelize=2
-    ) as opt:
-        first = opt.evaluate().item()
-        assert [opt.evaluate().item() for _ in range(4)] == pytest.approx([first] * 4, rel=1e-6)
-
-
 @pytest.mark.rows
 @pytest.mark.parametrize("options", [{}, {"chunk_size": 5}, {"parallelize": 2}])
 @pytest.mark.parametrize("as_dataset", [False, True])

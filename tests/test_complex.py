@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from batchopt import LBFGS, BatchoptError, BatchOptimizer, CheckpointError, Term, WorkerError, extending, hogwild
+from batchopt import BatchOptimizer, Term, WorkerError, extending
 from tests.workloads import difference
 
 SAMPLES, WIDTH, MODES = 12, 3, 4
@@ -176,26 +174,7 @@ def test_complex_numbers_are_aligned_behind_an_odd_number_of_real_ones() -> None
         assert [module[i].data_ptr() - opt.parameters.data_ptr() for i in range(3)] == [48, 0, 56]
 
 
-# ---- parameters with other memory
-
-
-def test_other_memory_is_taken_over() -> None:
-    module = Waves(False)
-    with loaded(module, MSE, parallelize=2) as opt:
-        opt.evaluate()
-        other = weights(9, False, 3, 2).data
-        module.second.data = other.clone()
-        module.first.data = module.first.data.conj()
-        expected = nn.functional.mse_loss(module(X), Y)
-        close(opt.evaluate(), expected.detach())
-        assert torch.equal(module.second.data, other)
-        assert not module.first.is_conj()
-        assert torch.equal(opt.parameters[48:60], torch.view_as_real(other).flatten())
-        module.first.data = module.first.data.real.clone()
-        with pytest.raises(
-            BatchoptError, match=r"'first' was \(8, 3\) torch.complex128 on cpu .* now .* torch.float64"
-        ):
-            opt.evaluate()
+# ---- SciPy, the doctor, statistics
 
 
 def test_a_conjugate_parameter_keeps_its_values() -> None:
@@ -204,56 +183,6 @@ def test_a_conjugate_parameter_keeps_its_values() -> None:
     with opened(module, {"loss_fn": lambda m, x, y: m[0].abs().sum()}) as opt:
         assert torch.equal(opt.parameters, torch.view_as_real(numbers.conj().resolve_conj()).flatten())
         assert not module[0].is_conj()
-
-
-# ---- hogwild, and f with a graph; optimizers are in `optim/test_descent.py`
-
-
-@pytest.mark.slow
-def test_hogwild_and_loss_train_complex_parameters() -> None:
-    module: Any = Operator(False)
-    with loaded(module, MSE, parallelize=2) as opt:
-        first = opt.evaluate().item()
-        module.zero_grad()
-        (opt.loss() + module.layers[0].weight.abs().square().sum()).backward()
-        penalty = torch.view_as_real(2 * module.layers[0].weight.detach()).flatten()
-        found = torch.view_as_real(module.layers[0].weight.grad).flatten()
-        opt.evaluate()
-        close(found, opt.grad_parameters[: len(penalty)] + penalty)
-        hogwild(opt, (X, Y), lambda params: torch.optim.SGD(params, lr=0.05), batch_size=4)
-        opt.load(X, Y)
-        assert opt.evaluate().item() < first
-
-
-# ---- checkpoints
-
-
-@pytest.mark.parametrize("pairs", [False, True])
-def test_checkpoints_of_pairs_and_of_complex_ones_are_others(pairs: bool, tmp_path: Path) -> None:
-    with opened(Waves(pairs), MSE) as opt:
-        opt.save(tmp_path / "saved")
-    here = r"\(8, 3, 2\) here and \(8, 3, 'complex'\)" if not pairs else r"\(8, 3, 'complex'\) here and \(8, 3, 2\)"
-    with opened(Waves(not pairs), MSE) as opt, pytest.raises(CheckpointError, match=rf"'first' is {here} in the file"):
-        opt.load_checkpoint(tmp_path / "saved")
-
-
-# ---- SciPy, the doctor, statistics
-
-
-def test_scipy_minimises_over_real_and_imaginary_parts() -> None:
-    optimize = pytest.importorskip("scipy.optimize")
-    with loaded(Waves(False), MSE) as opt:
-        objective = opt.objective()
-        f, gradient = objective.value_and_grad(objective.x0)
-        assert f == opt.evaluate().item()
-        assert np.array_equal(gradient, opt.grad_parameters.numpy())
-        found = optimize.minimize(objective, objective.x0, jac=objective.gradient, options={"maxiter": 5})
-        assert found.fun < f
-        objective.assign(found.x)
-        close(opt.evaluate(), torch.tensor(found.fun, dtype=torch.float64))
-        squares = objective.least_squares()
-        fitted = optimize.least_squares(squares.fun, found.x, jac=squares.jac, max_nfev=5)
-        assert fitted.cost < found.fun
 
 
 # ---- what is refused
@@ -268,13 +197,3 @@ def test_residuals_and_losses_have_to_be_real() -> None:
             WorkerError, match=r"`loss_fn` must return a real number; got torch\.complex128: return \.real or"
         ):
             opt.evaluate()
-
-
-def test_an_l1_penalty_of_complex_parameters_is_refused() -> None:
-    with opened(Waves(False), MSE, optimizer=lambda params: LBFGS(params, l1=0.1)) as opt:
-        before = opt.parameters.clone()
-        with pytest.raises(
-            ValueError, match=r"`l1` would penalise real and imaginary parts .* add p\.abs\(\)\.sum\(\)"
-        ):
-            opt.step(X, Y)
-        assert torch.equal(opt.parameters, before)

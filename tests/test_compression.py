@@ -8,13 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-import batchopt
-from batchopt import BatchOptimizer
 from batchopt.backends.nodes.compression import Compression, DoesNotFit, Rounded, TwoBit, compress, read_compress
-from batchopt.backends.nodes.wire import Wire
-from batchopt_workers.wire.layout import Layout
 
 HALF = Rounded(torch.float16)
 BRAIN = Rounded(torch.bfloat16)
@@ -49,53 +44,7 @@ def test_the_level_is_the_share_of_a_member() -> None:
     assert residual.tolist() == [pytest.approx(0.1), 0.0, -0.125]
 
 
-def test_an_element_takes_two_bits() -> None:
-    gradient = torch.tensor([0.25, 0.5, 0.75, -0.5, -0.25, 2.0])
-    assert TwoBit(0.5).encode(gradient, 1).tolist() == [0b01100100, 0b00010000]
-    for size, octets in ((0, 0), (1, 2), (8, 2), (9, 4), (1000, 250)):
-        assert TwoBit(0.5).encode(torch.ones(size, dtype=torch.float64), 1).nbytes == octets
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_what_is_sent_and_what_is_left_are_all_that_there_was(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    total = torch.zeros(1001, dtype=dtype)
-    arrived, residual = torch.zeros(1001, dtype=dtype), None
-    for _ in range(50):
-        gradient = torch.randint(-64, 65, (1001,)).to(dtype) / 64  # all sums are exact
-        value, residual = sent(TwoBit(0.75), gradient, residual)
-        assert set(value.tolist()) <= {-0.75, 0.0, 0.75}
-        total += gradient
-        arrived += value
-        assert torch.equal(arrived + residual, total)
-
-
-def test_what_does_not_count_leaves_the_residual_as_it_was() -> None:
-    wire = Wire(TwoBit(0.5), Layout.of([("a", torch.zeros(2))], torch.float32))
-    gradient = [torch.tensor([0.75, 0.3])]
-    (first,) = wire.encode(gradient, 1, 1, range(2))
-    (again,) = wire.encode(gradient, 1, 1, range(2))  # made again, since a node was lost
-    (other,) = wire.encode(gradient, 1, 2, range(2))  # after another member has failed
-    assert torch.equal(first, again) and torch.equal(first, other)
-    wire.delivered()
-    (after,) = wire.encode(gradient, 1, 3, range(2))  # 1.0 and 0.6: both are sent
-    assert not torch.equal(after, first)
-
-
 # ---- fewer bits
-
-
-@pytest.mark.parametrize(("compression", "bits"), [(HALF, 11), (BRAIN, 8)])
-def test_rounded_numbers_are_half_a_unit_off_at_most(compression: Compression, bits: int) -> None:
-    torch.manual_seed(0)
-    gradient = torch.randn(1000)
-    code = compression.encode(gradient, 2)
-    assert code.nbytes == 2000
-    value, residual = sent(compression, gradient, members=2)
-    assert residual is None and value.dtype == torch.float32
-    exponents = torch.frexp(gradient).exponent.clamp(min=-13)
-    assert ((value - gradient).abs() <= 2.0 ** (exponents - bits - 1)).all()
-    assert torch.equal(sent(compression, value, members=2)[0], value)
 
 
 def test_rounded_by_hand() -> None:
@@ -125,44 +74,3 @@ def test_what_is_not_finite_is_left_as_it_is(compression: Compression, bad: floa
 def test_forms_of_the_argument() -> None:
     assert [read_compress(value) for value in (None, "fp16", "bf16", "2bit")] == [None, HALF, BRAIN, TwoBit(0.5)]
     assert read_compress({"type": "2bit", "threshold": 2}) == TwoBit(2.0)
-
-
-COMPARES = r"`compress` rounds gradients, and .* compares them with each other: use an"
-ONE_MACHINE = "for gradients that cross a network, got backend='{}', where none"
-
-
-@pytest.mark.parametrize(
-    ("options", "kind", "text"),
-    [
-        ({"compress": 16}, TypeError, "`compress` must be None, 'fp16', 'bf16', '2bit', or a dict as .*; got int 16"),
-        ({"compress": "fp8"}, ValueError, "`compress` must be None, .*; got 'fp8'"),
-        ({"compress": {"threshold": 0.5}}, ValueError, "`compress` must be None, .*; got {'threshold': 0.5}"),
-        ({"compress": {"type": ["fp16"]}}, ValueError, "`compress` must be None"),
-        (
-            {"compress": {"type": "fp16", "threshold": 0.5}},
-            ValueError,
-            r"unknown \['threshold'\]: beside 'type', 'fp16' has \[\]",
-        ),
-        (
-            {"compress": {"type": "2bit", "size": 3}},
-            ValueError,
-            r"unknown \['size'\]: beside 'type', '2bit' has \['threshold'\]",
-        ),
-        *(
-            ({"compress": {"type": "2bit", "threshold": threshold}}, kind, f"has threshold {threshold!r}{more}")
-            for threshold, kind, more in (
-                (0, ValueError, ": it must be finite and > 0, about as large as"),
-                (-1.0, ValueError, ""),
-                (math.nan, ValueError, ""),
-                ("1", TypeError, ": it must be a number > 0"),
-            )
-        ),
-        *(({"backend": name}, ValueError, ONE_MACHINE.format(name)) for name in ("serial", "process")),
-        *(({"optimizer": name}, ValueError, COMPARES) for name in ("lbfgs", "cg", "ssbroyden", torch.optim.LBFGS)),
-        ({"optimizer": lambda p: batchopt.SVRG(torch.optim.SGD(p, lr=0.1))}, ValueError, COMPARES),
-    ],
-)
-def test_what_cannot_be_compressed_is_refused(options: dict[str, Any], kind: type[Exception], text: str) -> None:
-    given: dict[str, Any] = {"backend": "ray", "optimizer": "sgd", "compress": "fp16", **options}
-    with pytest.raises(kind, match=text):
-        BatchOptimizer(nn.Linear(1, 1), nn.MSELoss(), **given)

@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import nn
 
-from batchopt import BatchOptimizer, Worker, WorkerError
-from tests.building import on
+from batchopt import BatchOptimizer, Term, Worker, WorkerError
+from tests.building import loaded, on
 from tests.card.recorded import Recorded
-from tests.workloads import Workload, burgers, cnn, logistic, mlp, rnn
+from tests.workloads import Workload, burgers, cnn, logistic, misfit, mlp, rnn
 
 DEVICES = pytest.mark.parametrize(
     "devices",
@@ -110,6 +110,17 @@ def test_a_worker_that_is_killed_is_replaced_on_its_device(devices: list[str]) -
         assert opt.workers[0].restarts == 1
         with pytest.raises(ValueError, match="build a new BatchOptimizer"):
             opt.resize(4)
+
+
+def test_pieces_that_are_kept_there_are_those_of_their_term() -> None:
+    """Though others have the same positions."""
+    work = mlp()
+    f = misfit(work.module, work.inputs, work.targets) + 0.5 * misfit(work.module, -2 * work.inputs, work.targets)
+    terms, data = {"a": Term(misfit), "b": Term(misfit, 0.5)}, (work.inputs, work.targets)
+    given: dict[str, Any] = {"terms": terms, "devices": ["cpu:0", "cpu:0"], "speeds": [1, 0], "chunk_size": 9}
+    with loaded(work.module, None, {"a": data, "b": (-2 * work.inputs, work.targets)}, **given) as opt:
+        for _ in range(2):
+            assert opt.evaluate().item() == pytest.approx(f.item(), rel=1e-12)
 
 
 def test_a_batch_on_another_device_than_the_module_says_what_to_do() -> None:

@@ -86,8 +86,6 @@ def test_a_repr_says_what_a_thing_is_and_how_far_it_has_come() -> None:
         worker = opt.workers[0]
         assert repr(worker).startswith(f"WorkerInfo(0: pid {worker.pid} on {worker.host}, cpu, ")
         assert repr(worker).endswith(f"{worker.samples} samples in {worker.busy_seconds:.3g} s, 0 restarts, alive)")
-        found = opt.check(x, 2 * x)
-        assert repr(found) == str(found) and repr(found).endswith("culprit: none found")
         opt.load(x, 2 * x)
         assert repr(opt.objective()) == "FlatObjective(2 parameters)"
         assert repr(opt.normal()).endswith(", vector and matrix of 2 parameters)")
@@ -95,9 +93,6 @@ def test_a_repr_says_what_a_thing_is_and_how_far_it_has_come() -> None:
         with opt.timeline() as timeline:
             opt.step(x, 2 * x)
         assert repr(timeline) == str(timeline)
-        opt.load(x, 2 * x)
-        scaling = opt.scaling(seconds=0.01)
-        assert repr(scaling) == str(scaling)
     assert "optimizer=LBFGS, closed, " in repr(opt)
 
 

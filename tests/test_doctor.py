@@ -165,47 +165,9 @@ def test_workers_that_lack_something_are_found() -> None:
         assert opt.check(case.inputs, case.targets).culprit is Culprit.PARALLEL
 
 
-class Flow(nn.Module):
-    """An ordinary differential equation, solved by the adaptive pair of Bogacki and Shampine: the error of all samples
-    together says how long the next step is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.field = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 3))
-
-    def forward(self, y: torch.Tensor) -> torch.Tensor:
-        t, step = 0.0, 0.1
-        while t < 1:
-            step = min(step, 1 - t)
-            one = self.field(y)
-            two = self.field(y + step / 2 * one)
-            three = self.field(y + step * 3 / 4 * two)
-            new = y + step / 9 * (2 * one + 3 * two + 4 * three)
-            with torch.no_grad():
-                off = step * (-5 / 72 * one + two / 12 + three / 9 - self.field(new) / 8)
-                error = off.square().mean().sqrt().item() / 1e-4
-            if error <= 1:
-                t, y = t + step, new
-            step *= min(max(0.9 * max(error, 1e-10) ** (-1 / 3), 0.2), 5.0)
-        return y
-
-
-class Coarse(nn.Sequential):
-    """Computes in half precision."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            y: torch.Tensor = super().forward(x)  # type: ignore[no-untyped-call]
-        return y.float()
-
-
 HEALTHY: dict[str, Callable[[], Workload]] = {
     **{name: functools.partial(make, torch.float64) for name, make in WORKLOADS.items()},
     "single": lambda: cnn(torch.float32),
-    "adaptive": lambda: Workload(Flow(), nn.MSELoss(), torch.randn(23, 3), torch.randn(23, 3)),
-    "half": lambda: Workload(
-        Coarse(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 2)), nn.MSELoss(), torch.randn(27, 4), torch.randn(27, 2)
-    ),
     "relu": lambda: Workload(
         nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 1)),
         nn.L1Loss(),
@@ -217,7 +179,8 @@ HEALTHY: dict[str, Callable[[], Workload]] = {
 
 @pytest.mark.rows
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name == "adaptive")) for name in HEALTHY]
+    "name",
+    [pytest.param(name, marks=[pytest.mark.nightly] * (name in ("rnn", "logistic", "burgers"))) for name in HEALTHY],
 )
 def test_the_doctor_is_silent_on_the_healthy(name: str) -> None:
     torch.manual_seed(0)
@@ -228,18 +191,6 @@ def test_the_doctor_is_silent_on_the_healthy(name: str) -> None:
             assert found.healthy, str(found)
             assert str(found).count("ok") == 4 and "none found" in str(found)
             opt.step(case.inputs, case.targets)
-
-
-def test_a_module_that_the_loss_captured_is_copied() -> None:
-    case = mlp()
-
-    def loss(_: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return nn.functional.mse_loss(case.module(x), y)
-
-    with BatchOptimizer(case.module, loss_fn=loss) as opt:
-        found = opt.check(case.inputs, case.targets)
-        assert found.healthy, str(found)
-        assert opt.step(case.inputs, case.targets) == pytest.approx(loss(opt.module, case.inputs, case.targets).item())
 
 
 def test_the_patient_is_as_before() -> None:

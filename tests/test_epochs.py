@@ -190,19 +190,9 @@ def optimizer(parallelize: int, **options: Any) -> BatchOptimizer:
     return BatchOptimizer(module, nn.MSELoss(), **given)
 
 
-def own(opt: BatchOptimizer, batches: Batches) -> Iterator[float]:
-    """A loop that loads, and steps with an optimizer of its own."""
-    sgd = torch.optim.SGD(opt.module.parameters(), lr=0.01)
-    for batch in extending.prepared(opt, batches):
-        opt.load(batch)
-        yield float(sgd.step(opt.evaluate))
-
-
 LOOPS: dict[str, Callable[[BatchOptimizer, Batches], Iterator[float]]] = {
     "steps": lambda opt, batches: opt.steps(batches),
     "prepared": lambda opt, batches: (opt.step(batch) for batch in extending.prepared(opt, batches)),
-    "plain": lambda opt, batches: (opt.step(*batch) for batch in batches),
-    "own": own,
 }
 
 
@@ -286,24 +276,6 @@ def test_prepared_batches_may_be_passed_over_and_are_used_once_in_their_turn_wit
             if i % 2:
                 assert len(batch) == 10 and opt.step(batch) > 0
         assert (batches.epoch, batches.iteration, opt.batch_counter) == (1, 5, 3)
-
-
-@pytest.mark.slow
-@EACH
-def test_another_batch_between_two_steps_changes_nothing(parallelize: int) -> None:
-    def run(looks: bool) -> list[float]:
-        with optimizer(parallelize) as opt:
-            opt.module.eval()
-            losses = []
-            for loss in opt.steps(Batches(data(), 10)):
-                losses.append(loss)
-                if looks:
-                    for size in (9, 50):
-                        opt.load(data()[0][:size] * 5, data()[1][:size])
-                        opt.evaluate()
-            return losses
-
-    assert run(looks=True) == run(looks=False)
 
 
 @EACH

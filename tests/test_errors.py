@@ -27,17 +27,11 @@ def non_finite(what: str, chunk: int | None, samples: range) -> NonFiniteError:
             "IndexError in worker 3, samples 512..767: list index out of range",
             {"rank": 3, "type_name": "IndexError", "samples": range(512, 768)},
         ),
-        (WorkerError(0, "KeyError", "'x'", range(0)), "KeyError in worker 0: 'x'", {"rank": 0}),
         (WorkerLostError("gone"), "gone", {}),
         (
             non_finite("loss is inf", 2, range(7, 8)),
             f"loss is inf in chunk 2 (sample 7), at step 5, evaluation 9; {UNCHANGED}",
             {"chunk": 2, "samples": range(7, 8)},
-        ),
-        (
-            non_finite("gradient is not finite", 0, range(4, 8)),
-            f"gradient is not finite in chunk 0 (samples 4..7), at step 5, evaluation 9; {UNCHANGED}",
-            {"chunk": 0, "samples": range(4, 8)},
         ),
         (
             non_finite("loss is nan", None, range(0)),

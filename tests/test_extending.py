@@ -64,16 +64,6 @@ def test_a_twin_finds_the_same_and_moves_nothing(parallelize: int, double: bool)
                 extending.twin(opt, **bad)
 
 
-def test_draws_of_a_twin_are_those_of_the_step() -> None:
-    x = torch.randn(20, 3)
-    module = nn.Sequential(nn.Linear(3, 8), nn.Dropout(), nn.Linear(8, 1))
-    with BatchOptimizer(module, nn.MSELoss(), chunk_size=5) as opt:
-        for _ in range(3):
-            opt.load(x, x[:, :1])
-            with extending.twin(opt, loaded=True) as twin:
-                assert torch.equal(twin.evaluate(), opt.evaluate())
-
-
 def test_scores_in_a_loop_of_ones_own_are_those_of_score() -> None:
     case = mlp()
     with optimizer() as opt:
@@ -178,23 +168,3 @@ def test_what_depends_on_the_cut_is_told() -> None:
             and found.whole != pytest.approx(found.parted)
             and extending.cut_differences(fine, len(case.inputs)) == []
         )
-
-
-def test_observers_that_are_equal_leave_by_themselves() -> None:
-    class Equal(batchopt.Observer):
-        count = 0
-
-        def evaluated(self, found: batchopt.Evaluated) -> None:
-            self.count += 1
-
-        def __eq__(self, other: object) -> bool:
-            return True
-
-        __hash__ = None  # type: ignore[assignment]
-
-    with optimizer() as opt, extending.observe(opt, Equal()) as outer:
-        opt.load(mlp().inputs, mlp().targets)
-        with extending.observe(opt, Equal()) as inner:
-            opt.evaluate()
-        opt.evaluate()
-        assert (outer.count, inner.count) == (2, 1)

@@ -9,8 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchopt import BatchOptimizer
-from tests.building import on
-from tests.workloads import mlp
 
 BITS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.float16: torch.int16, torch.bfloat16: torch.int16}
 SPECIALS = [-0.0, float("nan"), float("inf"), 5e-324, 1.0]
@@ -104,35 +102,3 @@ def test_writes_go_both_ways(module: torch.nn.Module) -> None:
         for index, parameter in enumerate(parameters):
             parameter.fill_(-index)
     assert x.tolist() == [-index for index, parameter in enumerate(parameters) for _ in parameter.flatten()]
-
-
-def test_a_module_that_changed_gets_a_new_vector_of_its_present_values() -> None:
-    module = torch.nn.Linear(2, 2)
-    x, _ = flatten(module)
-    module.bias.requires_grad_(False)
-    assert len(flatten(module)[0]) == 4
-    module.bias.requires_grad_(True)
-    module.weight.data = x[:4].view(2, 2)
-    module.bias.data = torch.full((2,), 7.0)
-    anew, _ = flatten(module)
-    assert anew.data_ptr() != x.data_ptr() and anew[4:].tolist() == [7.0] * 2
-
-
-def test_neighbours_in_one_storage_are_no_overlap() -> None:
-    storage = torch.arange(6.0)
-    assert flatten(torch.nn.ParameterList([storage[3:], storage[:3]]))[0].tolist() == [3, 4, 5, 0, 1, 2]
-
-
-def test_a_removed_hook_is_forgotten() -> None:
-    module = torch.nn.Linear(1, 1)
-    module.weight.register_hook(torch.zeros_like).remove()  # type: ignore[no-untyped-call]
-    assert len(flatten(module)[0]) == 2
-
-
-def test_a_module_that_is_shared_already() -> None:
-    case = mlp()
-    case.module.share_memory()
-    with on(case, parallelize=2) as opt:
-        f, gradient = case.reference()
-        assert abs(opt.evaluate().item() - f) < 1e-12 * f
-        torch.testing.assert_close(opt.grad_parameters, gradient, rtol=1e-12, atol=1e-14)

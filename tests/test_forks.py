@@ -162,50 +162,6 @@ def test_workers_of_multiprocessing_and_of_a_loader_are_such_children(workers: i
         assert values(module) == before
 
 
-@pytest.mark.slow
-def test_a_daemonic_process_has_workers_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a loader's worker is, which may start no others with `multiprocessing`."""
-
-    class Losses(torch.utils.data.Dataset[float]):
-        def __len__(self) -> int:
-            return 1
-
-        def __getitem__(self, index: int) -> float:
-            assert multiprocessing.current_process().daemon
-            with build(Net(), 2) as opt:
-                return opt.step(X, Y)
-
-    monkeypatch.setenv("BATCHOPT_TEST_BARE", "1")
-    (found,) = torch.utils.data.DataLoader(Losses(), num_workers=1, multiprocessing_context="fork")
-    with build(Net(), 1) as alone:
-        assert found.item() == alone.step(X, Y)
-
-
-def test_without_memory_for_a_copy_there_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = Net()
-    with build(module, 2):
-        before = values(module)
-        monkeypatch.setattr("batchopt_workers.wire.mapping.free_memory", lambda: 0)
-        with pytest.warns(
-            RuntimeWarning, match=r"^0\.0 MB for a copy .* \(0\.0 MB are free\): the process that is forked here"
-        ):
-            child = Child(lambda: values(module))
-        assert child.said() == repr(before)
-        assert values(module) == before
-
-
-def test_alone_nothing_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*given: object) -> int:
-        raise AssertionError("shared memory")
-
-    monkeypatch.setattr("batchopt_workers.wire.memory.anonymous_file", refused)
-    module = Net()
-    with build(module, 1) as opt:
-        first = opt.step(X, Y)
-        assert opt.step(X, Y) < first
-        assert not shared_mapping(module.get_parameter("layer.weight"))
-
-
 # ---- after close
 
 
@@ -256,18 +212,16 @@ def end_of_copy(worker: Worker) -> int:
 
 def run(fork: Any, where: str) -> tuple[list[float], list[int]]:
     """Losses of steps and a result of `collect`, all in two workers; and how the copies have ended."""
-    net, criterion = Net(), nn.MSELoss()
-    hooks = {where: fork} if where.endswith("hook") else {}
+    net = Net()
     if where == "forward":
         net.register_forward_hook(fork)
-    with BatchOptimizer(net, criterion, optimizer="sgd", parallelize=2, chunk_size=5, **hooks) as opt:
+    with build(net, 2) as opt:
+        opt.prehook = fork if where == "prehook" else None
         if where == "run_on_workers":
             assert opt.run_on_workers(fork) == [1, 1]
         found = [opt.step(X, Y), opt.step(X, Y)]
         if where == "collect":
             assert opt.collect(lambda module, inputs, targets: fork(module, targets, inputs)).equal(X)
-        if where == "total":
-            assert opt.total(lambda module, inputs, targets: torch.tensor(fork(module))) == 2
         found.append(opt.step(X, Y))
         return found, opt.run_on_workers(end_of_copy) if fork is not no_fork else []
 
@@ -277,7 +231,7 @@ def no_fork(*given: Any) -> Any:
 
 
 @pytest.mark.rows
-@pytest.mark.parametrize("where", ["prehook", "posthook", "forward", "run_on_workers", "collect", "total"])
+@pytest.mark.parametrize("where", ["prehook", "forward", "run_on_workers", "collect"])
 def test_a_copy_of_a_worker_that_comes_back_from_the_users_code_ends(where: str) -> None:
     expected, _ = run(no_fork, where)
     assert run(ForkingOnce(), where) == (expected, [1, 1])

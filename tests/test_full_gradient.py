@@ -77,28 +77,6 @@ def test_one_term_is_weighed_and_several_are_an_error() -> None:
         opt.full_gradient([])
 
 
-@pytest.mark.slow
-def test_draws_buffers_and_the_next_step_are_as_without() -> None:
-    def run(measured: bool) -> tuple[str, dict[str, torch.Tensor]]:
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 4)).double()
-        work = mlp()
-        options: dict[str, Any] = {"optimizer": "sgd", "parallelize": 2, "chunk_size": 5}
-        with BatchOptimizer(net, nn.MSELoss(), **options) as opt:
-            opt.step(work.inputs[:20], work.targets[:20])
-            if measured:
-                loss, gradient = opt.full_gradient(batches(work, 20))
-                again, slope = opt.full_gradient(batches(work, 20))
-                assert loss == again and torch.equal(gradient, slope)
-            opt.step(work.inputs[20:30], work.targets[20:30])
-            return str(opt.parameters.tolist()), {name: t.clone() for name, t in net.state_dict().items()}
-
-    with pytest.warns(UserWarning, match="BatchNorm1d"):
-        (x, state), (right, states) = run(True), run(False)
-    assert x == right
-    assert all(torch.equal(state[name], states[name]) for name in state)
-
-
 def test_what_goes_wrong_leaves_counters_and_parameters() -> None:
     work = mlp()
     bad = work.inputs.clone()

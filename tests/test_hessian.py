@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from batchopt import BatchOptimizer, WorkerError, extending
+from batchopt import BatchOptimizer, extending
 from tests.building import loaded, on
 from tests.workloads import Workload, burgers, mlp
 
@@ -72,16 +72,6 @@ def test_products_of_a_large_model_and_of_one_that_differentiates_itself_on_devi
             assert (extending.product_counter(opt), opt.eval_counter) == (count, 0)
 
 
-def test_wherever_the_numbers_of_a_vector_lie_the_bits_are_the_same() -> None:
-    work, found = mlp(torch.float32), set()
-    with on(work, chunk_size=4) as opt:
-        v = direction(work.module)
-        padded = torch.cat([torch.zeros(1), v.float()])
-        for given in (v, padded[1:], v.repeat_interleave(2)[::2]):
-            found.add(opt.hvp(given).numpy().tobytes())
-    assert len(found) == 1
-
-
 def test_a_product_sees_the_draws_and_leaves_the_buffers_of_its_step() -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.4), nn.Linear(8, 1)).double()
@@ -129,37 +119,6 @@ def test_what_f_is_linear_in_or_does_not_depend_on_is_zero(options: dict[str, An
         close(product[5:], 2 * x.T @ x @ torch.ones(2, dtype=torch.float64) / 12)
     with loaded(nn.Linear(2, 1), None, torch.ones(12, 2), loss_fn=lambda m, x, y: m(x).mean(), **options) as opt:
         assert opt.hvp(torch.ones(3)).tolist() == [0.0] * 3
-
-
-def squared_once() -> Callable[[torch.Tensor], torch.Tensor]:
-    """A square whose backward cannot be differentiated; of a class that is sent by value, as one of a script is."""
-
-    class Once(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            ctx.save_for_backward(x)
-            return x.square()
-
-        @staticmethod
-        @torch.autograd.function.once_differentiable
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            (x,) = ctx.saved_tensors
-            result: torch.Tensor = 2 * x * grad
-            return result
-
-    return Once.apply
-
-
-@pytest.mark.skipif(torch.__version__ < "2.7", reason="functions of a script cannot be pickled there")
-def test_a_module_without_a_second_derivative_is_an_error_with_torchs_words() -> None:
-    work, squared = mlp(), squared_once()
-    once = Workload(work.module, lambda o, y: squared(o - y).square().mean(), work.inputs, work.targets)
-    with on(once, parallelize=2, chunk_size=10) as opt:
-        loss = opt.evaluate()
-        with pytest.raises(WorkerError, match="once_differentiable"):
-            opt.hvp(direction(work.module))
-        assert opt.evaluate() == loss
-        assert extending.product_counter(opt) == 0
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from batchopt import LBFGS, BatchoptError, BatchOptimizer, Observer, Term, extending
+from batchopt import LBFGS, BatchoptError, BatchOptimizer, Term
 from batchopt.optim import Iteration
 
 X = torch.linspace(-2, 2, 100, dtype=torch.float64)[:, None]
@@ -65,33 +65,6 @@ def test_it_has_the_losses_of_terms_at_the_accepted_points(l1: float) -> None:
             assert penalty == pytest.approx(l1 * opt.parameters.abs().sum().item())
 
 
-def test_an_observer_may_follow_accepted_points_alone() -> None:
-    class Points(Observer):
-        def __init__(self) -> None:
-            self.found: list[float] = []
-
-        def accepted(self, step: int, point: Iteration) -> None:
-            self.found.append(point.f)
-
-    with build() as opt, extending.observe(opt, Points()) as points:
-        opt.step(X, Y)
-        assert points.found == opt.history["f"]
-
-
-def test_a_step_that_is_undone_leaves_nothing() -> None:
-    with build(on_interrupt="undo") as opt:
-        opt.step(X, Y)
-        before = list(opt.history.rows)
-
-        def fail(_: Any) -> None:
-            raise KeyboardInterrupt
-
-        opt.optimizer.callback = fail  # type: ignore[union-attr]
-        with pytest.raises(KeyboardInterrupt):
-            opt.step(X, Y)
-        assert opt.history.rows == before
-
-
 def test_a_checkpoint_has_it(tmp_path: Path) -> None:
     with build() as opt:
         opt.step(X, Y)
@@ -109,16 +82,3 @@ def test_a_checkpoint_has_it(tmp_path: Path) -> None:
         opt.load_checkpoint(tmp_path / "file")
         with pytest.raises(BatchoptError, match="history=True"):
             opt.history  # noqa: B018
-
-
-def test_a_figure(tmp_path: Path) -> None:
-    with build() as opt:
-        opt.step(X, Y)
-        assert [line.get_label() for line in opt.history.draw(tmp_path / "a.png").axes[0].lines] == ["f", "gradient"]
-    assert (tmp_path / "a.png").exists()
-
-
-@pytest.mark.parametrize("given, error", [(0, ValueError), (-1, ValueError), ("all", TypeError), (1.5, TypeError)])
-def test_an_interval_is_a_count(given: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match="`history`"):
-        build(given)

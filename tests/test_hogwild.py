@@ -60,26 +60,6 @@ def test_one_worker_is_plain_sgd_bit_for_bit(shuffle: bool, backend: str) -> Non
     assert all(map(torch.equal, module.parameters(), expected.parameters()))
 
 
-class Counting(Mlp):
-    """Writes a tensor that is no buffer."""
-
-    seen: torch.Tensor
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen += 1
-        return super().forward(x)
-
-
-@pytest.mark.parametrize("parallelize", [1, 2])
-def test_a_forward_that_writes_what_is_no_buffer_is_refused(parallelize: int) -> None:
-    module = network(Counting)
-    module.seen = torch.zeros(())
-    options: dict[str, Any] = {"backend": "process", "threads_per_worker": 1, "parallelize": parallelize}
-    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, **options) as opt:
-        with pytest.raises(WorkerError, match=r"writes 'module\.seen' in place"):
-            hogwild(opt, (X, Y), momentum, batch_size=10, shuffle=False)
-
-
 @pytest.mark.slow
 def test_several_workers_write_the_same_parameters_and_get_somewhere() -> None:
     module = network()
@@ -156,59 +136,6 @@ def test_who_is_late_has_stopped_writing_when_it_ends(failing: bool, tmp_path: P
         after = opt.parameters.clone()
         opt.run_on_workers(lambda worker: None)
         assert torch.equal(opt.parameters, after)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("interruptible")
-def test_who_still_steps_when_the_wait_for_it_is_interrupted_is_replaced(tmp_path: Path) -> None:
-    parent = os.getpid()
-
-    def linger(part: nn.Module, inputs: Any) -> None:
-        if once(tmp_path / "late"):
-            os.kill(parent, signal.SIGINT)
-            time.sleep(0.3)  # for it to arrive
-            os.kill(parent, signal.SIGINT)
-            time.sleep(600.0)
-
-    module = network()
-    module.get_submodule("first").register_forward_pre_hook(linger)
-    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=2) as opt:
-        with pytest.raises(KeyboardInterrupt):
-            hogwild(opt, (X, Y), momentum, batch_size=8, epochs=20)
-        opt.run_on_workers(lambda worker: None)
-        assert sum(worker.restarts for worker in opt.workers) in (1, 2)  # the other one may have been at work, too
-        opt.load(X, Y)
-        assert opt.evaluate().item() == pytest.approx(nn.functional.mse_loss(module(X), Y).item())
-
-
-def test_sparse_gradients_of_embeddings() -> None:
-    torch.manual_seed(0)
-    words = torch.randint(0, 500, (400,))
-    targets = torch.randn(500, 4)[words]
-    module = nn.Embedding(500, 4, sparse=True)
-    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=2) as opt:
-        before = nn.functional.mse_loss(module(words), targets).item()
-        hogwild(opt, (words, targets), lambda p: torch.optim.SGD(p, lr=5.0), batch_size=20, epochs=10)
-        assert nn.functional.mse_loss(module(words), targets).item() < before / 5
-
-
-LISTS = ([*X], [*Y])
-DEVICES = {"devices": ["cpu", "cpu"]}
-REFUSED: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [
-    ({}, {"batch_size": 0}, ValueError, "`batch_size` must be >= 1"),
-    ({}, {"optimizer": "sgd"}, TypeError, "`optimizer` must be callable"),
-    ({}, {"data": LISTS}, ValueError, "lists of samples need a `collate_fn`"),
-    ({}, {"optimizer": lambda parameters: 1 // 0}, WorkerError, "ZeroDivisionError"),
-    ({**DEVICES, "parallelize": "auto"}, {}, ValueError, "needs workers that share memory"),
-    (DEVICES, {}, ValueError, "needs workers that share memory: backend='process' without `devices`"),
-]
-
-
-@pytest.mark.parametrize("options, given, error, words", REFUSED)
-def test_what_cannot_be(options: dict[str, Any], given: dict[str, Any], error: type[Exception], words: str) -> None:
-    with BatchOptimizer(network(), nn.MSELoss(), **{"optimizer": None, **options}) as opt:
-        with pytest.raises(error, match=words):
-            hogwild(opt, **{"data": (X, Y), "optimizer": momentum, "batch_size": 8, **given})
 
 
 def test_running_statistics_are_refused_unless_they_stay() -> None:

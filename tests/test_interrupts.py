@@ -21,7 +21,7 @@ from torch import nn
 from batchopt import BatchOptimizer
 from tests.building import handling
 from tests.signals import SignalAt, Stop, stop
-from tests.workloads import Mlp, Pairs
+from tests.workloads import Mlp
 
 X = torch.linspace(-2.0, 2.0, 40 * 6, dtype=torch.float64).reshape(40, 6).sin()
 Y = torch.linspace(-1.0, 3.0, 40 * 4, dtype=torch.float64).reshape(40, 4).cos()
@@ -56,48 +56,7 @@ def check(opt: BatchOptimizer) -> None:
     torch.testing.assert_close(gradient, torch.cat([part.flatten() for part in expected]))
 
 
-def few(opt: BatchOptimizer) -> None:
-    """For which few rows and little memory are enough."""
-    opt.load(X[:4], Y[:4])
-    opt.evaluate()
-
-
 # ---- out of a signal handler
-
-
-def with_tensors(opt: BatchOptimizer) -> None:
-    vars(opt.module)["note"] = [object()]  # the program is looked at, and sent again
-    opt.load(X, Y)
-    opt.optimize()
-
-
-def with_a_dataset(opt: BatchOptimizer) -> None:
-    opt.load(Pairs(X, Y))
-    opt.evaluate()
-
-
-def with_lists(opt: BatchOptimizer) -> None:
-    opt.load([*X[:5]], [*Y[:5]])
-    opt.collect(lambda module, inputs, targets: module(inputs))
-    opt.predict(X)
-
-
-@pytest.mark.rows
-@pytest.mark.parametrize("parallelize", [1, 2])
-@pytest.mark.parametrize("work", [with_tensors, with_a_dataset, with_lists])
-def test_what_a_signal_handler_raises_comes_as_it_is(work: Callable[[BatchOptimizer], None], parallelize: int) -> None:
-    with handling(stop), make(Scaled(), parallelize=parallelize) as opt:
-        for _ in range(8):  # audits, which take calls, become rare
-            work(opt)
-        calls = []
-        for _ in range(3):  # they vary with how long the workers take
-            whole = SignalAt(-1)
-            whole.amid(lambda: work(opt))
-            calls.append(whole.calls)
-        for number in range(1, min(calls) - 100, min(calls) // 60):
-            with pytest.raises(Stop):
-                SignalAt(number).amid(lambda: work(opt))
-        check(opt)
 
 
 @pytest.mark.slow
@@ -108,21 +67,6 @@ def test_an_optimizer_can_be_used_after_a_signal_wherever_its_owner_is_told() ->
             with suppress(Stop):
                 SignalAt(number, "batchopt._machine.ownership").amid(lambda: check(opt))
             check(opt)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("parallelize", [1, 2])
-def test_the_loaded_batch_stays_where_a_prediction_is_cut_short(parallelize: int) -> None:
-    with handling(stop), make(Scaled(), parallelize=parallelize) as opt:
-        opt.load(X, Y)
-        expected = opt.evaluate().item()
-        whole = SignalAt(-1)
-        whole.amid(lambda: opt.predict(X))
-        for number in range(1, whole.calls, whole.calls // 60 + 1):
-            with suppress(Stop):
-                SignalAt(number).amid(lambda: opt.predict(X))
-            assert all(part.training for part in opt.module.modules())
-            assert opt.evaluate().item() == pytest.approx(expected)
 
 
 class Gated(Scaled):
@@ -178,6 +122,7 @@ def test_a_late_report_of_an_abandoned_call_is_not_taken_for_one_of_the_next(
 
 
 @pytest.mark.slow
+@pytest.mark.rows
 @pytest.mark.parametrize("minibatches", [False, True])
 def test_between_any_two_lines_of_an_evaluation_that_repeats(minibatches: bool) -> None:
     """Workers may have been rung for or not, be at it or done: the next evaluation finds what it would have found."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from batchopt import BatchOptimizer, LevenbergMarquardt, Term, WorkerError, extending, resample
+from batchopt import BatchOptimizer, LevenbergMarquardt, WorkerError, extending
 from tests.building import loaded
 from tests.workloads import Mlp
 
@@ -70,6 +70,8 @@ def test_products_with_what_can_be_differentiated_once_are_refused(function: Any
         for product in (lambda: opt.jvp(v), lambda: opt.gauss_newton(v), lambda: lm.step(extending.closure(opt))):
             with pytest.raises(WorkerError, match=r"takes the derivative of a backward, and one of them has none"):
                 product()
+        with pytest.raises(WorkerError):
+            opt.hvp(v)
         gradient = opt.vjp(opt.residuals()) * 2 / Y.numel()
         opt.evaluate()
         torch.testing.assert_close(gradient, opt.grad_parameters)
@@ -179,36 +181,6 @@ def test_a_list_of_samples() -> None:
         torch.testing.assert_close(one, two)
 
 
-@pytest.mark.filterwarnings("ignore:.*rows of the Jacobian took a backward each")
-def test_samples_of_any_number_of_residuals() -> None:
-    lengths = [1, 3, 2, 1]
-    inputs = [X[i : i + length] for i, length in enumerate(lengths)]
-    targets = [Y[i : i + length, :1] for i, length in enumerate(lengths)]
-    terms = {"a": Term(residual=lambda module, x, y: module(x) - y, reduction="sum")}
-    torch.manual_seed(0)
-    with loaded(nn.Linear(3, 1).double(), None, {"a": (inputs, targets)}, terms=terms, parallelize=2) as opt:
-        opt.evaluate()
-        torch.testing.assert_close(2 * opt.vjp(opt.residuals()), opt.grad_parameters)
-        rows = torch.cat([torch.cat([x, torch.ones(len(x), 1, dtype=torch.float64)], 1) for x in inputs])
-        torch.testing.assert_close(opt.gram(), rows @ rows.T)
-        torch.testing.assert_close(torch.from_numpy(opt.objective().least_squares().jac(opt.parameters)), rows * 2**0.5)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-@pytest.mark.filterwarnings("ignore:.*rows of the Jacobian took a backward each")
-def test_sparse_gradients() -> None:
-    def found(sparse: bool) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        module = nn.Sequential(nn.Embedding(5, 3, sparse=sparse), nn.Linear(3, 2), nn.Tanh()).double()
-        with loaded(module, nn.MSELoss(), torch.arange(60) % 5, Y, parallelize=2) as opt:
-            v = torch.linspace(-1.0, 1.0, len(opt.parameters), dtype=torch.float64)
-            return [opt.normal().matrix, opt.gauss_newton(v), opt.jvp(v), opt.vjp(opt.residuals()), opt.gram()]
-
-    for one, two in zip(found(True), found(False), strict=True):
-        torch.testing.assert_close(one, two)
-
-
 # ---- others
 
 
@@ -231,30 +203,3 @@ def test_residuals_without_a_graph_are_refused(name: str) -> None:
         ones = {"jvp": torch.ones(1).double(), "gauss_newton": torch.ones(1).double(), "vjp": opt.residuals()}
         with pytest.raises(WorkerError, match="do not depend on any trainable parameter"):
             getattr(opt, name)(*([ones[name]] if name in ones else []))
-
-
-@pytest.mark.parametrize("size", [1e160, 1e-170])
-def test_points_are_drawn_alike_at_any_scale(size: float) -> None:
-    def drawn(scale: float) -> Any:
-        terms = {"a": Term(residual=lambda module, x, _: (module(x) - 1.0) * scale)}
-        torch.manual_seed(0)
-        with BatchOptimizer(nn.Linear(3, 2).double(), terms=terms, optimizer=None) as opt:
-            return resample(opt, "a", X, samples=9, k=2.0, c=0.0)
-
-    assert torch.equal(drawn(size), drawn(1.0))
-
-
-def test_residuals_that_couple_samples_in_a_later_batch_are_refused_there() -> None:
-    def residual(module: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = module(x) - y
-        return found - torch.where(x.max() > 10, found.mean(), 0.0)
-
-    x = torch.linspace(0, 1, 8, dtype=torch.float64)[:, None]
-    with BatchOptimizer(torch.nn.Linear(1, 1).double(), residual=residual, optimizer=None) as opt:
-        opt.load(x, x**2)
-        torch.testing.assert_close(opt.normal().loss, opt.evaluate().item())
-        opt.load(11 + x, x**2)
-        with pytest.raises((ValueError, WorkerError), match="depend on the other samples"):
-            opt.normal()
-        opt.load(x, x**2)
-        torch.testing.assert_close(opt.normal().loss, opt.evaluate().item())

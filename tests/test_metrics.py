@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import subprocess
-import sys
 import warnings
 from types import ModuleType
 from typing import Any
@@ -66,26 +64,6 @@ def same(one: Any, two: Any) -> bool:
     return type(one) is type(two) and bool(one == two)
 
 
-class Counted:
-    """The mean of all outputs, in the style of torchmetrics; counts its calls."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.seen: list[Any] = []
-
-    def reset(self) -> None:
-        self.calls.append("reset")
-        self.seen = []
-
-    def update(self, preds: torch.Tensor, target: torch.Tensor) -> None:
-        self.calls.append("update")
-        self.seen.append((preds, target))
-
-    def compute(self) -> torch.Tensor:
-        self.calls.append("compute")
-        return torch.cat([preds for preds, _ in self.seen]).mean()
-
-
 def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return (outputs.argmax(1) == targets).double().mean()
 
@@ -115,15 +93,6 @@ def test_anything_else_is_what_the_metric_returns(value: Any) -> None:
 # Objects
 
 
-def test_an_object_is_reset_and_updated_once(data: tuple[torch.Tensor, torch.Tensor]) -> None:
-    metric = Counted()
-    metric.update(*data)
-    assert same(measured(metric, *data), data[0].mean().item())
-    assert metric.calls == ["update", "reset", "update", "compute"]
-    ((outputs, targets),) = metric.seen
-    assert torch.equal(outputs, data[0]) and torch.equal(targets, data[1])
-
-
 @pytest.mark.parametrize("name", ["Accuracy", "AUROC", "ConfusionMatrix", "CalibrationError", "F1Score"])
 def test_those_of_torchmetrics(torchmetrics: ModuleType, data: tuple[torch.Tensor, torch.Tensor], name: str) -> None:
     def made() -> Any:
@@ -136,16 +105,6 @@ def test_those_of_torchmetrics(torchmetrics: ModuleType, data: tuple[torch.Tenso
     for _ in range(2):
         assert same(measured(metric, *data), value if value.ndim else value.item())
     assert same(metric.compute(), value)
-
-
-def test_a_collection_of_torchmetrics(torchmetrics: ModuleType, data: tuple[torch.Tensor, torch.Tensor]) -> None:
-    made = [
-        torchmetrics.Accuracy("multiclass", num_classes=CLASSES),
-        torchmetrics.F1Score("multiclass", num_classes=CLASSES),
-    ]
-    both = torchmetrics.MetricCollection(made)
-    assert measured(both, *data).keys() == {"MulticlassAccuracy", "MulticlassF1Score"}
-    assert same(measured(2 * made[0], *data), 2 * measured(made[0], *data))
 
 
 def by_engine(metric: Any, data: tuple[torch.Tensor, torch.Tensor]) -> Any:
@@ -171,17 +130,6 @@ def test_those_of_ignite(ignite: ModuleType, data: tuple[torch.Tensor, torch.Ten
     assert np.array_equal(metric.compute(), expected)
 
 
-def test_one_of_ignite_stays_attached_to_the_users_engine(
-    ignite: ModuleType, data: tuple[torch.Tensor, torch.Tensor]
-) -> None:
-    from ignite.engine import Engine
-
-    metric, engine = ignite.Accuracy(), Engine(lambda *_: data)
-    metric.attach(engine, "accuracy")
-    value = measured(metric, *data)
-    assert metric.is_attached(engine) and same(engine.run([0]).metrics["accuracy"], value)
-
-
 # scikit-learn
 
 
@@ -196,17 +144,3 @@ def test_a_function_of_sklearn_gets_arrays_and_what_is_true_first(dtype: torch.d
     assert expected != sklearn.metrics.r2_score(predicted, true)
     pinball = functools.partial(sklearn.metrics.mean_pinball_loss, alpha=0.1)
     assert same(measured({"pinball": pinball}, outputs, targets), {"pinball": float(pinball(true, predicted))})
-
-
-# What is none
-
-
-@pytest.mark.slow
-def test_no_library_is_imported_for_a_function() -> None:
-    program = (
-        "import sys, torch, batchopt; x = torch.ones(2, 1); "
-        "batchopt.BatchOptimizer(torch.nn.Linear(1, 1), torch.nn.MSELoss()).score((x, x), lambda x, y: 1); "
-        "print([name for name in ('ignite', 'torchmetrics', 'sklearn') if name in sys.modules])"
-    )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=280, check=True)
-    assert ended.stdout == "[]\n"

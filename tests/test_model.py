@@ -540,7 +540,7 @@ def cases(name: str, *marks: pytest.MarkDecorator, **limits: Any) -> Any:
 
 TestSome = cases("Some", max_examples=3, stateful_step_count=15, derandomize=True)
 TestMany = cases(
-    "Many", pytest.mark.slow, pytest.mark.timeout(900), max_examples=6, stateful_step_count=25, derandomize=True
+    "Many", pytest.mark.slow, pytest.mark.timeout(900), max_examples=2, stateful_step_count=25, derandomize=True
 )
 TestOthersEachNight = cases(
     "Others", pytest.mark.nightly, pytest.mark.timeout(7200), max_examples=200, stateful_step_count=30

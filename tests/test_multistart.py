@@ -114,30 +114,6 @@ def test_starts_without_a_value_are_left_out_and_a_run_that_ends_without_one_is_
         assert opt.parameters.tolist() == found.points[0].tolist()
 
 
-def test_what_is_minimised_decides() -> None:
-    """With a penalty: the start at 0 has the highest f, and the lowest sum of both."""
-    starts = torch.tensor([[1.3, 3.0], [0.0, 0.0]], dtype=torch.float64)
-    with optimizer_of(2, optimizer=partial(batchopt.LBFGS, l1=10.0, max_iter=20)) as opt:
-        opt.load(X, Y)
-        found = opt.multistart(starts, keep=1)
-        assert [run.start for run in found.runs] == [1, 0] and opt.parameters.tolist() == [0.0, 0.0]
-
-
-def test_a_flat_direction_is_one_minimum() -> None:
-    class Sum(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.parts = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.parts.sum() * x
-
-    starts = torch.tensor([[1.0, -5.0], [8.0, 3.0], [-2.0, 1.0]], dtype=torch.float64)
-    with batchopt.BatchOptimizer(Sum(), torch.nn.MSELoss(), parallelize=2, chunk_size=10) as opt:
-        opt.load(X, 2 * X + 1)
-        assert {run.minimum for run in opt.multistart(starts).runs} == {0}
-
-
 @pytest.mark.slow
 def test_runs_are_steps_that_count_and_hear_of_stop() -> None:
     heard: list[Any] = []
@@ -157,19 +133,6 @@ def test_runs_are_steps_that_count_and_hear_of_stop() -> None:
         assert [run.result is not None for run in sorted(found.runs)] == [True, False, False, False, False]
 
 
-def test_statistics_are_those_of_the_lowest_end() -> None:
-    torch.manual_seed(0)
-    first, norm = torch.nn.Linear(1, 3), torch.nn.BatchNorm1d(3)
-    module = torch.nn.Sequential(first, norm, torch.nn.Linear(3, 1)).double()
-    starts = torch.randn(3, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    with batchopt.BatchOptimizer(module, torch.nn.MSELoss()) as opt:
-        opt.load(X, Y)
-        found = opt.multistart(starts)
-        opt.load(X, Y)
-    torch.testing.assert_close(norm.running_mean, 0.1 * first(X).mean(0).detach())
-    assert opt.output == found.runs[0].f and norm.num_batches_tracked == 1
-
-
 def test_what_a_run_raises_is_raised_with_x_as_before() -> None:
     class Failing(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
@@ -183,20 +146,3 @@ def test_what_a_run_raises_is_raised_with_x_as_before() -> None:
             opt.multistart(STARTS)
         assert opt.parameters.tolist() == [1.0, 1.0]
         assert len(opt.multistart(STARTS[:2]).runs) == 2
-
-
-@pytest.mark.parametrize(
-    ("starts", "options", "words"),
-    [
-        (STARTS, {"optimizer": torch.optim.SGD([torch.zeros(1)], lr=0.1)}, "an instance"),
-        (STARTS[:, :1], {}, "must have shape"),
-        (STARTS[:0], {}, "no row"),
-        (STARTS, {"keep": 0}, "keep"),
-        (STARTS, {"steps": 0}, "steps"),
-    ],
-)
-def test_what_cannot_be_run_is_refused(starts: torch.Tensor, options: Any, words: str) -> None:
-    with optimizer_of(1) as opt:
-        opt.load(X, Y)
-        with pytest.raises(ValueError, match=words):
-            opt.multistart(starts, **options)

@@ -32,7 +32,7 @@ def test_the_exact_problem_has_it_after_a_step_of_gauss_and_newton() -> None:
 
 
 @pytest.mark.rows
-@pytest.mark.parametrize("name", ["BoxBOD", "ENSO", "Eckerle4", "Misra1a", "Nelson", "Rat43"])
+@pytest.mark.parametrize("name", ["BoxBOD", "Eckerle4", "Rat43"])
 def test_defaults_find_six_digits_from_both_starts(name: str) -> None:
     problem = PROBLEMS[name]
     for start in problem.starts:
@@ -42,15 +42,3 @@ def test_defaults_find_six_digits_from_both_starts(name: str) -> None:
         assert problem.digits(b.detach()) > 6
         # where f has no digits left, the processor's rounding decides which of the two comes first
         assert optimizer.result is not None and optimizer.result.status in (Status.CHANGE, Status.NO_DECREASE)
-
-
-def test_the_size_of_f_decides_nothing() -> None:
-    problem = PROBLEMS["Misra1a"]
-    found = []
-    for factor in (1.0, 2.0**40, 2.0**-40):
-        b = torch.nn.Parameter(problem.starts[0].clone())
-        optimizer = LevenbergMarquardt([b])
-        optimizer.step(lambda: factor * (problem.predict(b, problem.x) - problem.y))  # noqa: B023
-        assert optimizer.result is not None
-        found.append((optimizer.result.iterations, b.tolist()))
-    assert found[0] == found[1] == found[2]

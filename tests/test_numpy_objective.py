@@ -15,7 +15,6 @@ from torch import nn
 from batchopt import BatchOptimizer, NonFiniteError, WorkerError
 from tests.backends.least_squares_contract import DATA, flow, reference, terms
 from tests.building import loaded, on
-from tests.changes import CHANGES, World
 from tests.workloads import Mlp, Workload, logistic, mlp
 
 
@@ -89,10 +88,6 @@ def test_calls_that_raise_leave_parameters_as_they_were() -> None:
                 call(x + 1e4)
             assert torch.equal(opt.parameters, before)
         assert objective(x) == pytest.approx(value, rel=1e-12)
-    with on(mlp(), parallelize=2) as opt:
-        objective = opt.objective()
-        assert not math.isfinite(objective(np.full_like(objective.x0, 1e200)))
-        assert np.array_equal(objective.x0, before.numpy())
 
 
 def test_the_last_point_is_remembered_until_another_batch_is_loaded() -> None:
@@ -151,19 +146,6 @@ def test_where_f_is_nan_it_is_an_answer(on_nonfinite: str) -> None:
                 opt.evaluate()
         x[0] = 0.5
         assert objective(x) == pytest.approx(before, rel=1e-12)
-
-
-def test_the_last_point_is_another_one_in_autocast() -> None:
-    module = nn.Linear(30, 8)
-    options: dict[str, Any] = {"parallelize": 2, "chunk_size": 10}
-    with loaded(module, lambda output: output.square().mean(), torch.randn(20, 30), **options) as opt:
-        objective = opt.objective()
-        x = objective.x0
-        precise = objective(x)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            coarse = objective(x)
-            assert coarse == opt.evaluate().item() != precise
-        assert objective(x) == precise
 
 
 def test_what_can_be_a_point() -> None:
@@ -234,27 +216,8 @@ def test_half_the_sum_of_the_squares_is_f_and_the_jacobian_is_its_own() -> None:
         assert not f.x0.any()
 
 
-def test_weights_are_those_of_the_loaded_batch() -> None:
-    with loaded(flow(), None, DATA, terms=terms()) as opt:
-        f = opt.objective()
-        opt.weights = {"pde": 50.0, "data": 0.0}  # for the batch that is loaded next
-        values = f.least_squares().fun(f.x0)
-        assert values @ values / 2 == pytest.approx(f(f.x0), rel=1e-13)
-
-
-def test_what_is_frozen_between_two_calls_has_no_columns() -> None:
-    module = flow()
-    with loaded(module, None, DATA, terms=terms(), parallelize=2) as opt:
-        assert opt.normal().matrix.diagonal().gt(0).all()
-        module.speed.requires_grad_(False)
-        opt.load(DATA)
-        opt.evaluate()
-        found = opt.normal()
-        torch.testing.assert_close(found.vector, opt.grad_parameters / 2, rtol=1e-10, atol=1e-12)
-        assert int((found.matrix.diagonal() == 0).sum()) == 1
-
-
 @pytest.mark.slow
+@pytest.mark.rows
 @pytest.mark.parametrize("products", [False, True])
 def test_scipy_takes_it_with_bounds_and_robust_losses(products: bool) -> None:
     torch.manual_seed(0)
@@ -272,36 +235,3 @@ def test_scipy_takes_it_with_bounds_and_robust_losses(products: bool) -> None:
         assert np.abs(found.x).max() <= 4
         rest = torch.arange(60) != 7
         assert (opt.predict(x) - y)[rest].abs().max() < 0.3
-
-
-def test_a_point_is_evaluated_again_with_another_hook() -> None:
-    def hook(worker: Any, sample: Any) -> None:
-        sample.inputs = sample.inputs * 2.0
-
-    module, x, y = nn.Linear(3, 1), torch.ones(12, 3), torch.ones(12, 1)
-    with loaded(module, nn.MSELoss(), x, y, parallelize=2) as opt:
-        objective = opt.objective()
-        before = objective(objective.x0)
-        opt.prehook = hook
-        assert objective(objective.x0) == pytest.approx(opt.evaluate().item()) != before
-
-
-IN_PLACE = ["tensor attribute in place", "buffer in place", "frozen parameter", "attribute", "NumPy array"]
-
-
-@pytest.mark.slow
-def test_a_point_is_evaluated_again_after_a_change() -> None:
-    world = World()
-    with loaded(world.module, world.criterion, world.inputs, world.targets, parallelize=2) as opt:
-        objective = opt.objective()
-        for name in IN_PLACE:
-            opt.load(world.inputs, world.targets)
-            point, count = objective.x0, opt.eval_counter
-            before = objective(point), objective.gradient(point)
-            assert opt.eval_counter == count + 1 and objective(point) == before[0]
-            CHANGES[name](world, 1.5)
-            opt.load(world.inputs, world.targets)
-            after = objective(point), objective.gradient(point)
-            value, gradient = world.reference(with_loss_fn=False)
-            assert after[0] == pytest.approx(value) and after[0] != before[0], name
-            np.testing.assert_allclose(after[1], gradient.numpy(), rtol=1e-9, atol=1e-12)

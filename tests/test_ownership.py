@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from batchopt import BatchOptimizer, Sample, Worker, WorkerError
+from batchopt import BatchOptimizer, Sample, Worker
 from batchopt.errors import BatchoptError
 from tests.building import Child, handling, loaded
 
@@ -144,23 +144,6 @@ def test_a_signal_handler_that_closes_ends_the_call(
             use()
 
 
-def test_a_module_that_evaluates_itself_is_told() -> None:
-    class Selfish(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if opt is not None:
-                opt.evaluate()
-            return super().forward(x)
-
-    opt: BatchOptimizer | None = None
-    with loaded(Selfish(2, 1), nn.MSELoss(), X, Y) as made:
-        opt = made
-        with pytest.raises(BatchoptError, match=r"is in the middle of evaluate\(\)"):
-            made.evaluate()
-        opt = None
-        made.load(X, Y)
-        made.evaluate()
-
-
 @pytest.mark.rows
 @needs_fork
 @forks_with_threads
@@ -171,9 +154,3 @@ def test_a_fork_that_leaves_the_with_block_says_nothing(parallelize: int) -> Non
         before = opt.evaluate().item()
         assert Child(lambda: opt.__exit__(None, None, None)).said() == "None"
         assert opt.evaluate().item() == before
-
-
-def test_what_users_call_is_named() -> None:
-    with BatchOptimizer(nn.Linear(2, 1), nn.MSELoss(), optimizer=None) as opt:
-        with pytest.raises(WorkerError, match=r"is in the middle of collect\(\), and cannot be used"):
-            opt.collect(lambda module, inputs, targets: opt.predict(inputs), X, Y)

@@ -98,18 +98,6 @@ def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("optimizer", "parallelize"), [("lbfgs", 1), ("sgd", 2)])
-def test_steps_are_the_steps_one_by_one(parallelize: int, optimizer: str) -> None:
-    options: dict[str, Any] = {"optimizer": optimizer, "parallelize": parallelize, "chunk_size": 4}
-    with (
-        BatchOptimizer(linear(), nn.MSELoss(), **options) as ahead,
-        BatchOptimizer(linear(), nn.MSELoss(), **options) as opt,
-    ):
-        assert list(ahead.steps(batches())) == [opt.step(*batch) for batch in batches()]
-        assert torch.equal(ahead.parameters, opt.parameters)
-
-
 def unreadable() -> Iterator[Any]:
     yield batches()[0]
     raise OSError("no such file")
@@ -166,13 +154,3 @@ def test_a_batch_that_was_read_ahead_has_the_loss_that_the_criterion_has_when_it
         criterion.reduction = "none"
         with pytest.raises(ValueError, match="reduction='none'"):
             opt.load(inputs, targets)
-
-
-def test_a_batch_that_was_read_ahead_may_be_stepped_on_by_other_workers() -> None:
-    inputs, targets = torch.randn(20, 3), torch.randn(20, 1)
-    module = nn.Linear(3, 1)
-    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=1) as opt:
-        for parallelize, batch in zip([2, 3, 1], extending.prepared(opt, [(inputs, targets)] * 3), strict=True):
-            opt.resize(parallelize)
-            expected = nn.MSELoss()(module(inputs), targets).item()
-            assert opt.step(batch) == pytest.approx(expected, rel=1e-5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from itertools import pairwise
 
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 
 from batchopt._mapreduce import reduce
 from batchopt._mapreduce.answers import Answer, Partial
-from batchopt._mapreduce.reduce import Whole, merge_answers, reduce_answers, weighed
+from batchopt._mapreduce.reduce import Whole, merge_answers, reduce_answers
 from batchopt_workers.evaluate.tree import Fold, Node
 
 SIZE = 5
@@ -67,25 +66,6 @@ def test_the_bits_do_not_depend_on_who_evaluated_what(chunks: int, data: st.Data
     assert bits(reduced(data.draw(st.permutations(answers)), chunks)) == bits(alone)
 
 
-@given(st.integers(1, 40))
-@settings(deadline=None)
-def test_the_whole_is_the_sum_of_the_chunks(chunks: int) -> None:
-    whole, gradient = reduced([answer_of(0, 0, chunks, chunks)], chunks)
-    parts = [partial_of(chunk) for chunk in range(chunks)]
-    magnitude = sum(part.gradient.double().abs() for part in parts)
-    error = (gradient.double() - sum(part.gradient.double() for part in parts)).abs()
-    assert (error <= 1e-6 * magnitude).all()
-    assert whole.losses[0] == pytest.approx(
-        math.fsum(p.losses[0] for p in parts), abs=1e-12 * sum(abs(p.losses[0]) for p in parts)
-    )
-    assert whole.used == bytes([1, chunks > 1, 0])
-
-
-def test_a_chunk_that_two_workers_evaluated_counts_once() -> None:
-    twice = [answer_of(0, 0, 5, 7), answer_of(1, 4, 7, 7)]
-    assert bits(reduced(twice, 7)) == bits(reduced([answer_of(0, 0, 7, 7)], 7))
-
-
 @pytest.mark.parametrize("chunks", [1, 2, 3, 5, 8, 13, 37])
 def test_long_vectors_are_summed_in_blocks_to_the_same_bits(chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def answers() -> list[Answer]:
@@ -95,35 +75,6 @@ def test_long_vectors_are_summed_in_blocks_to_the_same_bits(chunks: int, monkeyp
     for name, value in (("BLOCK", 2), ("LARGE", 1), ("SHORT", 0)):
         monkeypatch.setattr(reduce, name, value)
     assert bits(reduced(answers(), chunks)) == at_once
-
-
-def of_chunks(*partials: tuple[tuple[float, ...], torch.Tensor]) -> list[Answer]:
-    """An answer for each, of a worker of its own."""
-    return [
-        Answer(rank, 1, 0.0, [(Node(0, rank), Partial(losses, gradient, torch.zeros(0), b"\1"))])
-        for rank, (losses, gradient) in enumerate(partials)
-    ]
-
-
-def test_a_gradient_of_less_precision_is_the_rounded_sum() -> None:
-    gradient = torch.zeros(SIZE, dtype=torch.float16)
-    answers = of_chunks(*(((0.0,), torch.full((SIZE,), value)) for value in (2048.0, 1.0)))
-    assert reduce_answers(answers, 2, gradient).finite
-    assert torch.equal(gradient, torch.full((SIZE,), 2049.0).half())
-
-
-@pytest.mark.parametrize("loss, element", [(math.inf, 0.0), (math.nan, 0.0), (0.0, math.inf), (0.0, math.nan)])
-def test_what_is_not_finite_is_noticed_in_each_term(loss: float, element: float) -> None:
-    bad = torch.zeros(SIZE)
-    bad[-1] = element
-    whole, _ = reduced(of_chunks(((1.0, loss), bad), ((3.0, 4.0), torch.zeros(SIZE))), 2)
-    assert not whole.finite and whole.losses[0] == 4.0
-    assert str(whole.losses[1]) == str(loss + 4.0)
-
-
-def test_f_is_the_weighed_sum_of_the_terms_and_one_of_weight_1_is_itself() -> None:
-    assert weighed((0.5, 3.0), (2.0, 10.0)) == 31.0
-    assert weighed((0.1,), (1.0,)) == 0.1
 
 
 @pytest.mark.parametrize("chunks, missing", [(1, 0), (2, 0), (7, 3), (8, 7)])
@@ -148,10 +99,3 @@ def test_merging_on_the_way_changes_no_bit(chunks: int, data: st.DataObject) -> 
     machines.setdefault(3, []).append(answer_of(99, *again, chunks))
     merged = [Answer(rank, 0, 0.0, merge_answers(answers, chunks)) for rank, answers in machines.items()]
     assert bits(reduced(merged, chunks)) == expected
-
-
-def test_a_run_of_chunks_merges_to_few_partials() -> None:
-    answers = [answer_of(rank, 4 * rank, 4 * rank + 4, 64) for rank in range(8)]
-    assert len(merge_answers(answers, 64)) == 1
-    answers = [answer_of(rank, 3 + 4 * rank, 7 + 4 * rank, 64) for rank in range(8)]
-    assert len(merge_answers(answers, 64)) <= 2 * 6

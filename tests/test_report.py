@@ -113,19 +113,6 @@ def test_the_cut_matters_to_batch_norm_in_training_mode_and_that_is_said_once_th
     assert "keeps no running statistics" in warning
 
 
-UNCUT: dict[str, nn.Module] = {
-    "no normalisation": nn.Linear(4, 4),
-    "batch norm in evaluation mode": nn.Sequential(nn.BatchNorm1d(4)).eval(),
-    "batch norm alone in evaluation mode": nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4).eval()),
-    "of each sample by itself": nn.Sequential(nn.LayerNorm(4), nn.GroupNorm(2, 4)),
-}
-
-
-@pytest.mark.parametrize("module", UNCUT.values(), ids=UNCUT)
-def test_the_cut_does_not_matter_to_what_takes_samples_one_by_one(module: nn.Module) -> None:
-    assert warned(module, 6, 1, chunk_size=3) == []
-
-
 @pytest.mark.rows
 @pytest.mark.parametrize(
     "samples, chunk_size, workers, message",

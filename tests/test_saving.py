@@ -124,18 +124,6 @@ def test_a_part_of_a_module_takes_its_own_bytes(workers: int, closed: bool) -> N
 
 @pytest.mark.slow
 @each_case
-def test_a_gradient_takes_its_own_bytes(workers: int, closed: bool, tmp_path: Path) -> None:
-    with trained(workers, closed) as module:
-        gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None and p.numel()}
-        assert len(gradients) == 7
-        assert saved(gradients["first.bias"]) < gradients["first.bias"].nbytes + FRAME
-        assert len(pickle.dumps(gradients)) < nbytes(gradients) + FRAME
-        safetensors.torch.save_file(gradients, tmp_path / "gradients")
-        assert_equal(safetensors.torch.load_file(tmp_path / "gradients"), gradients)
-
-
-@pytest.mark.slow
-@each_case
 def test_a_copy_is_the_owner_of_its_values(workers: int, closed: bool) -> None:
     with trained(workers, closed) as module:
         before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
@@ -147,14 +135,3 @@ def test_a_copy_is_the_owner_of_its_values(workers: int, closed: bool) -> None:
             for parameter in twin.parameters():
                 parameter.fill_(5.0)
         assert_equal(dict(module.state_dict()), before)
-
-
-def test_a_tied_parameter_is_written_once(tmp_path: Path) -> None:
-    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    module[1].weight = module[0].weight
-    with BatchOptimizer(module, nn.MSELoss(), optimizer="sgd") as opt:
-        opt.step(X, X)
-        safetensors.torch.save_model(module, str(tmp_path / "model"))
-        assert len(safetensors.torch.load_file(tmp_path / "model")) == 3
-        again = copy.deepcopy(module)
-        assert again[0].weight is again[1].weight

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -45,6 +43,7 @@ def test_speed_ups_are_of_the_best_this_process_can_and_efficiencies_of_one_thre
 
 
 @pytest.mark.slow
+@pytest.mark.rows
 @pytest.mark.parametrize("chunk_size", [None, 5])
 def test_it_measures_what_there_is_and_leaves_no_trace(chunk_size: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("batchopt.extras.scaling.usable_cores", lambda: 2)
@@ -62,15 +61,8 @@ def test_it_measures_what_there_is_and_leaves_no_trace(chunk_size: int | None, m
     assert memory is not None and memory > 1_000_000
 
 
-@pytest.mark.parametrize("bad", [math.nan, -1, "fast"])
-def test_numbers_that_are_not_positive_are_refused(bad: Any) -> None:
-    with BatchOptimizer(nn.Linear(2, 1), nn.MSELoss()) as opt:
-        opt.load(torch.randn(8, 2), torch.randn(8, 1))
-        with pytest.raises((TypeError, ValueError), match="`seconds` must be a positive number of"):
-            opt.scaling(seconds=bad)
-
-
 @pytest.mark.slow
+@pytest.mark.rows
 @pytest.mark.parametrize("examine", ["scaling", "check"])
 def test_running_statistics_are_as_before(examine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("batchopt.extras.scaling.usable_cores", lambda: 1)
@@ -92,6 +84,7 @@ def test_it_is_of_this_machine() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.rows
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [
@@ -109,20 +102,6 @@ def test_from_the_shell(tmp_path: Path, arguments: list[str], status: int, words
     command = [sys.executable, "-m", "batchopt", "scaling", *arguments]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == status and words in done.stdout + done.stderr, done.stderr
-
-
-@pytest.mark.slow
-def test_speeds_that_were_given_and_outputs_that_are_kept_stay() -> None:
-    case = mlp()
-    with BatchOptimizer(case.module, case.criterion, optimizer=None, parallelize=2, speeds=[3.0, 1.0]) as opt:
-        opt.keep_outputs = True
-        opt.load(case.inputs, case.targets)
-        opt.scaling(seconds=0.1)
-        opt.load(case.inputs, case.targets)
-        opt.evaluate()
-        assert [worker.samples for worker in opt.workers] == [28, 9] and len(opt.outputs()) == 37
-        with pytest.raises(ValueError, match="speeds"):
-            opt.resize(3)
 
 
 @pytest.mark.slow

@@ -46,28 +46,6 @@ def read(data: bytes) -> Any:
         return torch.jit.load(io.BytesIO(data))  # type: ignore[no-untyped-call]
 
 
-class Compiled(nn.Module):
-    """Pickles its scripted part as libraries do that compile parts of their modules."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.part = scripted(Scaled())
-
-    def forward(self, x: Tensor) -> Any:
-        return self.part(x)
-
-    def __getstate__(self) -> dict[str, Any]:
-        file = io.BytesIO()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            torch.jit.save(self.part, file)
-        return {**vars(self), "_modules": {}, "saved": file.getvalue()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self.part = read(vars(self).pop("saved"))
-
-
 class Sum(nn.Module):
     """Of what another module returns, over its columns."""
 
@@ -78,26 +56,6 @@ class Sum(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = self.module(x).sum(1)
         return found
-
-
-def losses(module: nn.Module, parallelize: int) -> list[float]:
-    """In steps, between which a scripted buffer is written."""
-    part: Any = module.get_submodule("1.module.part")
-    with BatchOptimizer(module, nn.MSELoss(), optimizer="sgd", parallelize=parallelize) as opt:
-        found = [opt.step(X, Y), opt.step(X, Y), opt.step(X, Y)]
-        assert part.count == 4
-        part.constant.mul_(2)
-        return [*found, opt.step(X, Y)]
-
-
-@pytest.mark.parametrize("parallelize", [1, 2])
-def test_a_scripted_part_with_buffers_is_as_the_module_that_it_was_made_of(parallelize: int) -> None:
-    torch.manual_seed(0)
-    layer = nn.Linear(3, 3)
-    compiled, holder = nn.Sequential(copy.deepcopy(layer), Sum(Compiled())), Compiled()
-    holder.part = Scaled()
-    plain = nn.Sequential(layer, Sum(holder))
-    assert losses(compiled, parallelize) == pytest.approx(losses(plain, 1), rel=1e-5)
 
 
 def test_a_module_that_is_scripted_as_a_whole_is_trained_in_this_process() -> None:
@@ -157,20 +115,3 @@ def test_parts_that_torch_jit_made_are_sent_to_workers(kind: str) -> None:
         with BatchOptimizer(Through(PARTS[kind]()), nn.MSELoss(), optimizer="sgd", parallelize=parallelize) as opt:
             found.append([opt.step(X, Y), opt.step(X, Y)])
     assert found[0] == pytest.approx(found[1], rel=1e-5)
-
-
-class Unsaved(Module):  # type: ignore[misc]
-    """Calls Python, which torch.jit cannot save."""
-
-    def forward(self, x):  # type: ignore[no-untyped-def]
-        return self.inside(x)
-
-    @torch.jit.ignore
-    def inside(self, x):  # type: ignore[no-untyped-def]
-        return x
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit")
-def test_a_part_that_torch_jit_cannot_save_is_refused_with_the_remedy() -> None:
-    with pytest.raises(TypeError, match=r"(?s)'module\.part' .*cannot be saved by torch\.jit\.save .*or parallelize=1"):
-        BatchOptimizer(Through(scripted(Unsaved())), nn.MSELoss(), parallelize=2)

@@ -217,6 +217,9 @@ def grows(model: Waves, times: torch.Tensor) -> torch.Tensor:
         (grows, {}, ValueError, r"shapes \[\(3,\)\] with another 'scale'"),
         (lambda model, times: times * 1j, {}, TypeError, "view_as_real"),
         (undecorated, {"bounds": {"rate": (0, 1)}}, ValueError, r"no parameter's name in \['rate'\]"),
+        (undecorated, {"method": "4-point"}, ValueError, "2-point"),
+        (undecorated, {"step": 2.0}, ValueError, "fraction"),
+        (undecorated, {"bounds": {"rest": 1.0}}, TypeError, "pairs"),
     ],
 )
 def test_functions_that_have_no_such_derivatives_are_refused(
@@ -224,19 +227,6 @@ def test_functions_that_have_no_such_derivatives_are_refused(
 ) -> None:
     with pytest.raises(error, match=words):
         slopes(batchopt.finite_differences(**options)(function), Waves())
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        ({"method": "4-point"}, ValueError, "2-point"),
-        ({"step": 2.0}, ValueError, "fraction"),
-        ({"bounds": {"rest": 1.0}}, TypeError, "pairs"),
-    ],
-)
-def test_rules_that_cannot_work_are_refused(options: Any, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        batchopt.finite_differences(**options)(undecorated)
 
 
 def test_it_decorates_functions_of_real_parameters_alone() -> None:
@@ -266,33 +256,19 @@ class Simulated(torch.nn.Module):
 X = torch.tensor([[1.0, 2.0], [3.0, 1.0], [0.5, -1.0], [2.0, 2.0]], dtype=torch.float64)
 
 
-def test_draws_after_a_simulator_are_the_same_in_each_evaluation() -> None:
-    def drawn(model: Any, x: torch.Tensor) -> Any:
-        return x @ model.weight + torch.randn(len(x))
-
-    def loss(model: Any, x: torch.Tensor, targets: Any) -> Any:
-        return (model(x) + torch.randn(len(x))).square().mean()
-
-    with batchopt.BatchOptimizer(Simulated(drawn), loss_fn=loss) as opt:
-        opt.load(X)
-        found = [(opt.evaluate().item(), opt.grad_parameters.tolist()) for _ in range(3)]
-    assert found[0] == found[1] == found[2]
-
-
 def test_state_is_that_after_one_call() -> None:
     class Normed(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.norm = torch.nn.BatchNorm1d(2, dtype=torch.float64)
-            self.calls, self.seen, self.matters = 0, [0.0], True
+            self.calls, self.seen = 0, [0.0]
             self.sums = np.zeros(2)
 
         def body(self, x: torch.Tensor) -> torch.Tensor:
             self.calls += 1
             self.sums += x.numpy().sum(0)
             self.seen.append(float(x.sum()))
-            factor = self.calls + len(self.seen) + self.sums.sum() if self.matters else 1.0
-            return self.norm(x) * factor  # type: ignore[no-any-return]
+            return self.norm(x) * (self.calls + len(self.seen) + self.sums.sum())  # type: ignore[no-any-return]
 
     class Decorated(Normed):
         @batchopt.finite_differences(method="3-point")
@@ -313,11 +289,6 @@ def test_state_is_that_after_one_call() -> None:
         assert torch.equal(one, two)
     for one, two in zip(*gradients, strict=True):
         torch.testing.assert_close(one, two, rtol=1e-7, atol=1e-6)
-    last = Decorated()
-    last.matters = False  # else f would be another one in each evaluation
-    with batchopt.BatchOptimizer(last, torch.nn.MSELoss()) as opt:
-        opt.step(X, X)
-        assert opt.module.state_dict()["norm.num_batches_tracked"].item() == 1
 
 
 def test_results_are_the_callers() -> None:
@@ -346,37 +317,6 @@ def test_inputs_may_be_written_before_the_gradient() -> None:
     found.sum().backward()
     torch.testing.assert_close(model.weight.grad, X.sum(0), rtol=1e-6, atol=1e-6)
     assert not x["of"][0].any()
-
-
-def test_modules_of_other_shapes_are_other_functions() -> None:
-    for shape in ((2, 3), (3, 2)):
-        model = Simulated(lambda model, x: (x[:, : len(model.more)] @ model.more).cumsum(1))
-        model.more = torch.nn.Parameter(torch.arange(6.0).double().reshape(shape))
-        found = model(torch.ones(4, 3, dtype=torch.float64))
-        assert found.shape == (4, shape[1])
-        (slopes,) = torch.autograd.grad(found.sum(), model.more)
-        expected = 4 * torch.arange(shape[1], 0, -1).double().expand(shape)
-        torch.testing.assert_close(slopes, expected, rtol=1e-6, atol=1e-5)
-
-
-def test_calls_are_made_under_the_autocast_of_the_first() -> None:
-    seen = []
-
-    def cast(model: Any, x: torch.Tensor) -> Any:
-        found = x @ model.weight
-        seen.append(found.dtype)
-        return found.float()
-
-    model, x = Simulated(cast, torch.float32, step=0.1), X.float()
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = model(x).sum() + (x @ model.weight).sum()
-    loss.backward()
-    assert seen == [torch.bfloat16] * 4
-    assert model.weight.grad is not None
-    torch.testing.assert_close(model.weight.grad, 2 * x.sum(0), rtol=0.1, atol=0.2)
-    seen.clear()
-    model(x).sum().backward()
-    assert seen == [torch.float32] * 3
 
 
 @pytest.mark.parametrize("method", ["2-point", "3-point", "cs"])
@@ -408,17 +348,9 @@ def test_a_part_of_two_names_moves_everywhere(method: Any) -> None:
     assert parts == {name: id(part) for name, part in model.named_parameters(remove_duplicate=False)}
 
 
-def test_a_parameter_moves_in_lists_too() -> None:
-    model = Simulated(lambda model, x: x @ model.listed[0] * model.listed[0].sum())
-    model.listed = [model.weight]  # type: ignore[assignment]
-    model(X).sum().backward()
-    expected = torch.autograd.grad((X @ model.weight * model.weight.sum()).sum(), model.weight)[0]
-    torch.testing.assert_close(model.weight.grad, expected, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("kind", ["transposed", "bfloat16", "sparse", "meta", "expanded", "cyclic", "lock"])
+@pytest.mark.parametrize("kind", ["sparse", "meta", "expanded", "cyclic", "lock"])
 def test_attributes_may_be_of_any_kind(kind: str) -> None:
-    model: Any = Simulated(lambda model, x: x.to(model.weight.dtype) @ model.weight.reshape(-1)[:2])
+    model: Any = Simulated(lambda model, x: x @ model.weight)
     loop: list[Any] = [X]
     loop.append(loop)
     own = {
@@ -428,19 +360,9 @@ def test_attributes_may_be_of_any_kind(kind: str) -> None:
         "cyclic": loop,
         "lock": threading.Lock(),
     }
-    if kind == "bfloat16":
-        model.to(torch.bfloat16)
-        model.attribute = X.to(torch.bfloat16)
-    elif kind == "transposed":
-        model.weight = torch.nn.Parameter(torch.tensor([[1.5, -0.5], [0.0, 0.0]], dtype=torch.float64).T)
-        model.attribute = X.T
-    else:
-        model.attribute = own[kind]
+    model.attribute = own[kind]
     model(X).sum().backward()
-    expected = torch.zeros(model.weight.shape, dtype=torch.float64)
-    expected.view(-1)[:2] = X.sum(0)
-    tolerance = 0.2 if kind == "bfloat16" else 1e-6
-    torch.testing.assert_close(model.weight.grad.double(), expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(model.weight.grad, X.sum(0), rtol=1e-6, atol=1e-6)
 
 
 def with_graph(model: Any) -> None:
@@ -458,11 +380,6 @@ def sparse(model: Any) -> None:
     model.weight = torch.nn.Parameter(torch.eye(2, dtype=torch.float64).to_sparse())
 
 
-def meta(model: Any) -> None:
-    """A weight without elements."""
-    model.to("meta")
-
-
 def single(model: Any) -> None:
     """A weight of single precision."""
     model.float()
@@ -474,9 +391,7 @@ def single(model: Any) -> None:
         (with_graph, {}, TypeError, r"module\.scaled\[0\] requires a gradient"),
         (outside, {}, TypeError, r"module\.others\['one'\] requires a gradient"),
         (sparse, {}, TypeError, "'weight' is torch.float64, torch.sparse_coo"),
-        (meta, {}, TypeError, "'weight' is .* on meta: make"),
         (single, {"step": 1e-8}, ValueError, "'weight' cannot be moved in torch.float32"),
-        (single, {"step": 1e-8, "method": "3-point"}, ValueError, "must be 1.2e-07 at least"),
     ],
 )
 def test_gradients_that_would_be_lost_are_refused(
@@ -542,7 +457,7 @@ class Steps(torch.nn.Module):
         return torch.from_numpy(x.numpy()[:, :1] * curve + torch.rand(()).item())
 
 
-def test_columns_are_dealt_to_workers(tmp_path: Any) -> None:
+def test_columns_are_dealt_to_workers(tmp_path: Any, nobody_late: None) -> None:
     x, y, path = torch.ones(1, 1).double(), torch.full((1, 20), 3.0).double(), tmp_path / "calls"
     with batchopt.BatchOptimizer(Steps(str(path)), torch.nn.MSELoss(), parallelize=3, chunk_size=1) as opt:
         opt.load(x, y)

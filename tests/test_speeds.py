@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from itertools import pairwise
 from typing import Any
@@ -15,8 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from batchopt import BatchOptimizer, Worker
-from batchopt._mapreduce.plan import DETERMINISTIC_CHUNKS, NEW, choose_chunk_size, make_plan, replan, split_batch
-from batchopt._mapreduce.speeds import LARGEST_RATIO, Speeds
+from batchopt._mapreduce.plan import choose_chunk_size, make_plan, replan, split_batch
+from batchopt._mapreduce.speeds import Speeds
 from batchopt_workers.wire.orders import Order
 
 RATES = st.floats(1e-3, 1e9)
@@ -32,26 +31,6 @@ def test_what_is_not_measured_counts_as_the_median_and_keeps_its_speed_and_what_
     assert speeds.observed([5, 5, 5], [1.0, 1.0, 1.0]) == speeds
 
 
-def test_an_absent_worker_gets_nothing_and_keeps_its_estimate() -> None:
-    speeds = Speeds((2.0, 8.0, None)).without([1])
-    assert speeds.relative == [2.0, 0.0, 5.0]
-    assert speeds.observed([2, 0, 2], [1.0, 0.0, 1.0]).relative == [2.0, 0.0, 2.0]
-    assert speeds.makespan([1, 1, 1]) == math.inf and speeds.makespan([4, 0, 5]) == 2.0
-    assert speeds.without([]).relative == [2.0, 8.0, 5.0]
-    assert not speeds.measured and Speeds((1.0, None)).without([1]).measured
-    assert Speeds((1.0, 3.0), fixed=True).without([0]).relative == [0.0, 3.0]
-
-
-@given(st.lists(RATES, min_size=1, max_size=10))
-@settings(deadline=None)
-def test_no_worker_is_starved_by_one_measurement(rates: list[float]) -> None:
-    middle = statistics.median(rates)
-    for rate, relative in zip(rates, Speeds(tuple(rates)).relative, strict=True):
-        assert middle / LARGEST_RATIO <= relative <= middle * LARGEST_RATIO
-        if middle / LARGEST_RATIO <= rate <= middle * LARGEST_RATIO:
-            assert relative == rate
-
-
 def test_the_estimate_is_the_median_of_the_last_measurements() -> None:
     speeds = Speeds.unknown(2).observed([100, 30], [2.0, 1.0])
     assert speeds.values == (50.0, 30.0)
@@ -60,30 +39,6 @@ def test_the_estimate_is_the_median_of_the_last_measurements() -> None:
         speeds = speeds.observed([100, 30], [seconds, 1.0])
         assert speeds.values[1] == 30.0
     assert speeds.values[0] == 50.0
-
-
-def test_a_worker_that_has_become_slow_is_seen_after_three_evaluations() -> None:
-    speeds = Speeds.unknown(1)
-    for _ in range(20):
-        speeds = speeds.observed([100], [1.0])
-    for expected in (100.0, 100.0, 50.0, 50.0):
-        speeds = speeds.observed([100], [2.0])
-        assert speeds.values == (expected,)
-
-
-def test_workers_that_come_have_no_measurements_and_those_that_stay_keep_theirs() -> None:
-    speeds = Speeds.unknown(2).observed([100, 30], [1.0, 1.0]).resized(3).observed([0, 10, 5], [1.0, 1.0, 1.0])
-    assert speeds.recent == ((100.0,), (30.0, 10.0), (5.0,))
-    assert Speeds((7.0,)).observed([5], [1.0]).recent == ((7.0, 5.0),)  # as from a checkpoint
-
-
-@given(RATES, RATES)
-@settings(deadline=None)
-def test_the_estimate_reaches_a_steady_speed(before: float, now: float) -> None:
-    speeds = Speeds((before,))
-    for _ in range(100):
-        speeds = speeds.observed([1], [1 / now])
-    assert speeds.values[0] == pytest.approx(now, rel=1e-9)
 
 
 @given(st.integers(0, 10_000), st.lists(RATES, min_size=1, max_size=10))
@@ -196,74 +151,6 @@ def test_chunks_tile_the_batch_and_each_is_ordered_once_in_rank_order(
     assert plan.order(evaluation=7, step=3) == Order(7, 3, 0, plan.cut.chunks)
     assert choose_chunk_size(n, chunk_size, deterministic=False) == chunk_size
     assert chunk_size is None or choose_chunk_size(n, chunk_size, deterministic=True) == chunk_size
-
-
-@given(SIZES, st.integers(1, 600), SPEEDS)
-@settings(deadline=None)
-def test_with_a_chunk_size_the_data_alone_fixes_the_cut(n: int, chunk_size: int, speeds: Speeds) -> None:
-    cut = make_plan(n, chunk_size, speeds).cut
-    assert cut == make_plan(n, chunk_size, Speeds.unknown(1)).cut
-    lengths = [stop - start for start, stop in pairwise(cut.bounds)]
-    assert all(length == chunk_size for length in lengths[:-1])
-    assert lengths[-1] <= chunk_size
-
-
-@given(st.integers(1, 100_000), SPEEDS)
-@settings(deadline=None)
-def test_where_the_bits_must_be_the_same_any_workers_get_the_same_chunks(n: int, speeds: Speeds) -> None:
-    chunk_size = choose_chunk_size(n, None, deterministic=True)
-    assert chunk_size is not None
-    assert chunk_size >= 1
-    cut = make_plan(n, chunk_size, speeds).cut
-    assert cut == make_plan(n, chunk_size, Speeds.unknown(1)).cut
-    assert cut.chunks <= DETERMINISTIC_CHUNKS
-    assert cut.chunks >= min(n, DETERMINISTIC_CHUNKS // 2 + 1)
-
-
-def test_some_plans() -> None:
-    for n, chunk_size in ((1, 1), (32, 1), (33, 2), (64, 2), (1000, 32)):  # of the data alone
-        assert choose_chunk_size(n, None, deterministic=True) == chunk_size
-    plan = make_plan(100, None, Speeds((1.0, 3.0)))
-    assert (plan.cut.bounds, plan.shares) == ((0, 25, 100), (1, 1))
-    plan = make_plan(2, None, Speeds.unknown(4))
-    assert (plan.samples(), plan.runs[2:], plan.cut.bounds) == ([1, 1, 0, 0], [(2, 2), (2, 2)], (0, 1, 2))
-
-
-@given(SIZES, CHUNK_SIZES, SPEEDS)
-@settings(deadline=None)
-def test_a_plan_made_by_the_present_speeds_is_followed_unchanged(
-    n: int, chunk_size: int | None, speeds: Speeds
-) -> None:
-    plan = make_plan(n, chunk_size, speeds)
-    ages = [0]
-    for _ in range(10):
-        after = replan(plan, chunk_size, speeds)
-        assert (after.cut, after.shares) == (plan.cut, plan.shares)
-        plan = after
-        ages.append(plan.age)
-    assert ages == [*range(NEW), *[NEW] * (11 - NEW)] or not any(ages)  # nothing depends on it then
-
-
-def test_what_only_parts_of_chunks_could_save_does_not_make_a_plan_new() -> None:
-    """Nine chunks of two for two workers: five for one of them, though a half of 17 samples is less than ten."""
-    plan = make_plan(17, 2, Speeds.unknown(2))
-    for _ in range(NEW):
-        plan = replan(plan, 2, Speeds.unknown(2))
-    assert plan.samples() == [10, 7] and plan.age == NEW
-    assert replan(plan, 2, Speeds.unknown(2)) is plan
-
-
-def test_fixed_speeds_and_one_worker_change_nothing_fixed_chunks_change_hands_and_free_ones_are_cut_anew() -> None:
-    for chunk_size in (None, 5):
-        plan = make_plan(100, chunk_size, Speeds.unknown(2))
-        assert replan(plan, chunk_size, Speeds((1.0, 10.0), fixed=True)) is plan
-    plan = make_plan(100, 30, Speeds.unknown(1))
-    assert replan(plan, 30, Speeds((10.0,))) is plan
-    plan = make_plan(100, 10, Speeds.unknown(2))
-    after = replan(plan, 10, Speeds((1.0, 4.0)))
-    assert after.cut is plan.cut and (plan.shares, after.shares) == ((5, 5), (2, 8))
-    after = replan(make_plan(100, None, Speeds.unknown(2)), None, Speeds((1.0, 4.0)))
-    assert after == make_plan(100, None, Speeds((1.0, 4.0))) and after.samples() == [20, 80]
 
 
 def test_a_plan_that_is_new_gives_way_only_to_one_that_is_much_better() -> None:

@@ -8,9 +8,6 @@ import resource
 import signal
 import threading
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from batchopt import BatchOptimizer, Worker, WorkerError, WorkerLostError
+from batchopt import BatchOptimizer, Worker, WorkerError
 from tests.building import loaded
 from tests.workers.test_memory import limited
 from tests.workloads import Mlp, once
@@ -128,16 +125,6 @@ def test_results_of_many_batches_take_no_descriptors() -> None:
     assert torch.equal(found, torch.cat(kept)) and len(found) == 60 * len(X)
 
 
-@pytest.mark.parametrize("parallelize", [1, 2])
-def test_a_sparse_buffer_is_no_change_of_the_program(parallelize: int) -> None:
-    module = nn.Sequential(nn.Linear(3, 1))
-    module.register_buffer("sparse", torch.eye(3).to_sparse())
-    with BatchOptimizer(module, nn.MSELoss(), optimizer=None, parallelize=parallelize) as opt:
-        opt.load(torch.ones(8, 3), torch.zeros(8, 1))
-        opt.predict(torch.ones(4, 3))
-        assert opt.total(lambda module, inputs, targets: len(inputs)) == 8
-
-
 def test_what_cannot_be_sent_back_is_told() -> None:
     with BatchOptimizer(nn.Linear(3, 1), nn.MSELoss(), optimizer=None, parallelize=2) as opt:
         with pytest.raises(WorkerError, match="the function returned an object that cannot be sent"):
@@ -155,70 +142,7 @@ def test_limits_of_workers_are_named_and_survived() -> None:
         assert opt.collect(outputs).shape == (40, 4)
 
 
-@pytest.mark.slow
-@EACH
-def test_inference_mode_around_a_task_is_not_there_afterwards(parallelize: int) -> None:
-    with make(parallelize) as opt:
-        expected = opt.evaluate(), opt.predict(X), opt.collect(outputs), opt.total(gram)
-        with make(parallelize) as fresh:
-            for _ in range(2):
-                with torch.inference_mode():
-                    inside = fresh.predict(X), fresh.collect(outputs), fresh.total(gram)
-                found = fresh.evaluate(), fresh.predict(X), fresh.collect(outputs), fresh.total(gram)
-                assert all(map(torch.equal, found, expected)) and all(map(torch.equal, inside, expected[1:]))
-                assert not any(tensor.is_inference() for tensor in found)
-            with torch.inference_mode():
-                assert fresh.evaluate() == expected[0]
-            assert fresh.evaluate() == expected[0]
-
-
 # ---- what is given back
-
-
-def held(pids: list[int]) -> list[tuple[int, int]]:
-    """Descriptors of each process, and mappings of memory without a name."""
-    maps = [Path(f"/proc/{pid}/maps").read_text() for pid in pids]
-    return [(len(os.listdir(f"/proc/{pid}/fd")), text.count("memfd")) for pid, text in zip(pids, maps, strict=True)]
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(600)
-def test_calls_do_not_pile_up_descriptors_mappings_or_memory() -> None:
-    inputs, targets = X.repeat(50, 1), Y.repeat(50, 1)
-    with make(2, inputs, targets, chunk_size=250) as opt:
-        points = torch.stack([opt.parameters] * 4)
-
-        def of_the_last() -> Any:
-            opt.evaluate()
-            return opt.outputs()
-
-        calls: list[Callable[[], Any]] = [
-            lambda: opt.collect(lambda m, i, t: (m(i), i.repeat(1, 10))),
-            lambda: opt.collect(outputs, inputs[:700], targets[:700]),
-            lambda: opt.collect(lambda m, i, t: [{"row": row} for row in i]),
-            lambda: opt.total(gram),
-            lambda: opt.predict(iter([inputs, inputs])),
-            lambda: opt.evaluate_many(points, gradients=True),
-            of_the_last,
-        ]
-        opt.keep_outputs = True
-        pids = [os.getpid(), *(worker.pid for worker in opt.workers)]
-        for call in calls:
-            for _ in range(5):
-                call()
-            gc.collect()
-            before, memory = held(pids), [psutil.Process(pid).memory_info().rss for pid in pids]
-            gc.disable()
-            try:
-                for _ in range(300):
-                    call()
-            finally:
-                gc.enable()
-            after = held(pids)
-            for (fds, maps), (fds_before, maps_before) in zip(after, before, strict=True):
-                assert fds <= fds_before + 6 and maps <= maps_before + 6, (before, after)
-            for pid, then in zip(pids, memory, strict=True):
-                assert psutil.Process(pid).memory_info().rss < then + 2**25
 
 
 @EACH
@@ -273,25 +197,6 @@ def test_memory_for_a_large_total_is_given_back_by_a_small_one(nobody_late: None
             assert torch.equal(opt.total(gram), small)
 
 
-def test_workers_hold_nothing_of_a_task_that_is_over() -> None:
-    with make(2) as opt:
-        opt.evaluate()
-        opt.total(gram)
-        before = opt.run_on_workers(lambda worker: shared_bytes())
-        large = torch.zeros(40, 10_000, dtype=torch.float64)
-        opt.collect(lambda m, inputs, targets: inputs, large)
-        opt.predict(X, transform=lambda rows: rows + large.sum())
-        kept = 2 * large.nbytes  # of the batch, mapped as it is and as a copy: the memory for the next one
-        assert all(
-            now <= then + kept + 2**16
-            for now, then in zip(opt.run_on_workers(lambda worker: shared_bytes()), before, strict=True)
-        )
-
-
-def kill(opt: Any) -> None:
-    os.kill(next(worker.pid for worker in opt.workers if worker.alive), signal.SIGKILL)
-
-
 class Scaled(nn.Module):
     """Draws, has an attribute that is no tensor, and returns many columns if it is `wide`."""
 
@@ -313,6 +218,7 @@ class Few(nn.MSELoss):
 
 
 @pytest.mark.slow
+@pytest.mark.rows
 @pytest.mark.parametrize("width", [1, 4000], ids=["copied", "mapped"])
 def test_predictions_that_are_held_stay_when_others_are_made(nobody_late: None, width: int) -> None:
     """What comes between two of them is in `test_model.py`."""
@@ -328,43 +234,6 @@ def test_predictions_that_are_held_stay_when_others_are_made(nobody_late: None, 
                 del kept[0], found
             opt.parameters.add_(0.25)
         assert all(torch.equal(found, then) for found, then in kept)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("held", [False, True])
-def test_outputs_are_kept_after_a_large_result_took_their_file_and_a_worker_died(held: bool) -> None:
-    def large(module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return inputs.new_ones(len(inputs), 250_000)
-
-    module = Scaled(4000 if held else 1).eval()
-    with BatchOptimizer(module, Few(), parallelize=2, optimizer=None) as opt:
-        for _ in range(2):
-            opt.load(X, Y)
-            opt.keep_outputs = True
-            opt.evaluate()
-            results = [opt.collect(large) for _ in range(3)]
-            assert all(rows.sum() == 40 * 250_000 for rows in results)
-            kill(opt)
-            with suppress(WorkerLostError):  # it may die in there
-                opt.run_on_workers(lambda worker: worker.rank)
-            assert opt.run_on_workers(lambda worker: worker.rank) == [0, 1]
-            module.scale += 1.0
-            opt.load(X, Y)
-            opt.evaluate()
-            torch.testing.assert_close(opt.outputs(), module(X).detach(), rtol=1e-12, atol=1e-12)
-
-
-def test_what_a_function_keeps_of_its_own_tensors_stays_what_it_was() -> None:
-    """In a worker, for later calls: others' tensors come to other memory."""
-
-    def keep(module: nn.Module, inputs: torch.Tensor, targets: Any, own: torch.Tensor) -> torch.Tensor:
-        kept: torch.Tensor = vars(nn.functional).setdefault("_kept_by_the_test", own)
-        return kept.expand(len(inputs), -1).clone()
-
-    with loaded(nn.Linear(3, 2), nn.MSELoss(), torch.ones(8, 3), torch.ones(8, 2), parallelize=2) as opt:
-        for value in (1.0, 2.0, 3.0):
-            found = opt.collect(partial(keep, own=torch.full((5,), value)))
-            assert torch.equal(found, torch.ones(8, 5))
 
 
 # ---- the forms of all chunks have one reading, or the chunk that has another one is named

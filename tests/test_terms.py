@@ -68,30 +68,6 @@ def agrees(opt: BatchOptimizer, f: float, gradient: torch.Tensor, losses: dict[s
     assert opt.losses == pytest.approx(losses, rel=1e-12)
 
 
-class Scaled(nn.Module):
-    """A loss function that holds a tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("scale", torch.full((1,), 3.0, dtype=torch.float64))
-
-    def forward(self, module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        assert self.get_buffer("scale").device == inputs.device
-        return misfit(module, inputs, targets) * self.get_buffer("scale").sum()
-
-
-@pytest.mark.parametrize("chunk_size", [None, 9, 4])
-def test_terms_on_another_device(chunk_size: int | None) -> None:
-    """Pieces that are kept there are those of their term, though others have the same positions."""
-    module, (x, y) = network(), data()["data"]
-    scaled = {"a": Term(Scaled()), "b": Term(misfit, 0.5)}
-    whole = Scaled()(module, x, y) + 0.5 * misfit(module, -2 * x, y)
-    options: dict[str, Any] = {"devices": ["cpu:0", "cpu:0"], "speeds": [1, 0], "chunk_size": chunk_size}
-    with loaded(module, None, {"a": (x, y), "b": (-2 * x, y)}, terms=scaled, **options) as opt:
-        for _ in range(2):
-            assert opt.evaluate().item() == pytest.approx(whole.item(), rel=1e-12)
-
-
 def test_new_weights_count_from_the_next_batch_on() -> None:
     module = network()
     old, new = plain(module), plain(module, {"pde": 0.0, "data": 0.5})
@@ -171,30 +147,6 @@ def test_an_infinite_sum_is_returned_where_that_is_wanted_and_is_no_number_for_t
     with BatchOptimizer(network(), terms={"high": Term(lambda m, x, _: m(x).sum() * 0 + 1e10, 1e300)}) as opt:
         with pytest.raises(NonFiniteError, match="or the sum overflows"):
             opt.step({"high": X})
-
-
-def test_steps_read_ahead_and_weights_count_from_the_next_step_on() -> None:
-    batch = data()
-    loaded = {"pde": [batch["pde"]], "data": list(batch["data"])}  # as a DataLoader's default_collate makes it
-    module = network()
-    expected = [plain(module)[0], plain(module, {"pde": 0.5, "data": 2.0})[0]]
-    found = []
-    with BatchOptimizer(module, terms=terms(), optimizer=None, parallelize=2) as opt:
-        for loss in opt.steps([batch, loaded]):
-            found.append(loss)
-            opt.weights = {"pde": 0.5, "data": 2.0}
-    assert found == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.slow
-def test_the_doctor_examines_terms() -> None:
-    with BatchOptimizer(network(), terms=terms(), parallelize=2) as opt:
-        opt.weights = {"pde": 3.0, "data": 0.5}
-        found = opt.check(data())
-        assert found.healthy and str(found).count("ok") == 4, str(found)
-    rooted = {"data": Term(lambda module, x, y: misfit(module, x, y).sqrt())}
-    with BatchOptimizer(network(), terms=rooted) as opt:
-        assert not opt.check({"data": data()["data"]}).healthy
 
 
 def test_a_checkpoint_has_the_weights(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -66,12 +65,6 @@ def test_the_picture(tmp_path: Path) -> None:
     Timeline().draw()  # of nothing
 
 
-def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"batchopt\[plot\]"):
-        made().draw()
-
-
 @pytest.mark.parametrize("parallelize", [1, 2])
 def test_what_happens_is_recorded_inside_only(parallelize: int) -> None:
     with BatchOptimizer(nn.Linear(3, 1), nn.MSELoss(), optimizer="sgd", parallelize=parallelize, chunk_size=5) as opt:
@@ -88,16 +81,3 @@ def test_what_happens_is_recorded_inside_only(parallelize: int) -> None:
     starts = [event.began for event in timeline.events if event.name == "chunks"]
     maps = [event for event in timeline.events if event.name == "map"]
     assert all(any(m.began <= start <= m.began + m.seconds for m in maps) for start in starts)  # one clock for all
-
-
-def test_reading_ahead_is_recorded() -> None:
-    with (
-        BatchOptimizer(nn.Linear(3, 1), nn.MSELoss(), optimizer="sgd", parallelize=2) as opt,
-        opt.timeline() as timeline,
-    ):
-        assert len(list(opt.steps([(X, Y)] * 3))) == 3
-    reads = [event for event in timeline.events if event.name == "read ahead"]
-    maps = [event for event in timeline.events if event.name == "map"]
-    assert len(reads) == 3
-    for read, during in zip(reads[1:], maps, strict=False):
-        assert during.began <= read.began <= read.began + read.seconds <= during.began + during.seconds

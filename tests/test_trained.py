@@ -98,21 +98,3 @@ def test_what_is_in_x_or_requires_no_grad_is_not_refused() -> None:
     with BatchOptimizer(nn.Linear(2, 1), loss_fn=partial(scaled, torch.tensor(1.0)), optimizer=None) as opt:
         opt.load(torch.ones(4, 2))
         opt.evaluate()
-
-
-def test_what_a_module_has_seen_and_what_its_own_hooks_have_are_no_parameters() -> None:
-    class Remembers(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(2, 1)
-            self.seen: list[torch.Tensor] = []
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.points = x.detach().requires_grad_()
-            y: torch.Tensor = self.linear(self.points)
-            self.seen = [y]
-            return y
-
-    module = Remembers()
-    module(torch.ones(3, 2))
-    BatchOptimizer(module, nn.MSELoss(), posthook=lambda worker, sample: NOISE).close()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +10,7 @@ import torch
 from torch import nn
 
 import batchopt
-from batchopt import BatchoptError, BatchOptimizer, Sample, Term, Worker, extending
-from tests.building import handling
+from batchopt import BatchoptError, BatchOptimizer, Sample, Term, Worker
 from tests.workloads import Mlp, misfit, mlp, size
 
 
@@ -27,7 +24,7 @@ def valley(scale: float) -> nn.Module:
 
 
 OPTIMIZERS: dict[str, Any] = {
-    **{f"at most {n}": lambda params, n=n: batchopt.LBFGS(params, max_iter=20, max_eval=n) for n in (2, 3, 4, 7)},
+    **{f"at most {n}": lambda params, n=n: batchopt.LBFGS(params, max_iter=20, max_eval=n) for n in (2, 4)},
     "armijo": lambda params: batchopt.LBFGS(params, max_iter=3, line_search_fn="armijo"),
     "cg": lambda params: batchopt.CG(params, max_iter=4),
     "penalised": lambda params: batchopt.LBFGS(params, max_iter=4, l1=1e-3),
@@ -35,8 +32,7 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 @pytest.mark.rows
-@pytest.mark.parametrize("scale", [0.3, 5.0])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("name", "scale"), [("at most 2", 0.3), *((name, 5.0) for name in OPTIMIZERS)])
 def test_the_loss_of_a_step_is_that_of_the_parameters_it_leaves(name: str, scale: float) -> None:
     case, module = mlp(), valley(scale)
     with BatchOptimizer(module, case.criterion, optimizer=OPTIMIZERS[name]) as opt:
@@ -58,23 +54,6 @@ def test_the_losses_of_the_terms_are_of_the_same_point_and_the_fingerprint_is_of
             assert opt.losses == {"a": pytest.approx(a, rel=1e-12), "b": pytest.approx(b, rel=1e-12)}
             assert found == pytest.approx(a + 0.5 * b, rel=1e-12)
         assert list(opt.steps([{"a": (case.inputs, case.targets), "b": case.inputs}] * 2))[-1] == opt.output
-
-
-def test_after_an_optimizer_of_another_library_it_is_that_of_the_last_evaluation() -> None:
-    case, module = mlp(), valley(5.0)
-    seen: list[float] = []
-
-    class Noting(batchopt.Observer):
-        def evaluated(self, found: batchopt.Evaluated) -> None:
-            seen.append(found.loss)
-
-    def torchs(params: Any) -> torch.optim.Optimizer:
-        return torch.optim.LBFGS(params, lr=4.0, max_iter=20, max_eval=4, line_search_fn="strong_wolfe")
-
-    with BatchOptimizer(module, case.criterion, optimizer=torchs) as opt, extending.observe(opt, Noting()):
-        for _ in range(6):
-            assert opt.step(case.inputs, case.targets) == opt.output == seen[-1]
-        assert len(seen) > 6
 
 
 # ---- nothing is saved in the middle of a step
@@ -113,28 +92,3 @@ def test_a_hook_cannot_save_or_load_in_the_middle_of_a_step(name: str, tmp_path:
         assert (tmp_path / "state").read_bytes() == written
         opt.prehook = None
         opt.load_checkpoint(tmp_path / "state")  # between steps
-
-
-@pytest.mark.parametrize("parallelize", [1, 2])
-def test_a_signal_handler_cannot_save_in_the_middle_of_a_step(parallelize: int, tmp_path: Any) -> None:
-    case = mlp()
-    caught: list[BatchoptError] = []
-
-    def handler() -> None:
-        try:
-            opt.save(tmp_path / "state")
-        except BatchoptError as error:
-            caught.append(error)
-
-    class Signals(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            loss = closure()
-            os.kill(os.getpid(), signal.SIGUSR1)
-            return loss
-
-    opt = BatchOptimizer(valley(1.0), case.criterion, optimizer=Signals, parallelize=parallelize)
-    with opt, handling(handler):
-        opt.step(case.inputs, case.targets)
-        assert len(caught) == 1 and "a step" in str(caught[0])
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert len(caught) == 1 and (tmp_path / "state").exists()

@@ -55,13 +55,14 @@ TORCHS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
     if name not in ("SparseAdam", "Muon", "LBFGS")
 }
-# The rest is slow.
+# The rest is slow, and torch's others of the night.
 QUICK = "lbfgs", "levenberg-marquardt", "Adam"
 
 
 def each(kinds: Iterable[str]) -> list[Any]:
     """Their names, as parameters of a test."""
-    return [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in kinds]
+    late = {name: pytest.mark.nightly if name in TORCHS else pytest.mark.slow for name in kinds if name not in QUICK}
+    return [pytest.param(name, marks=late.get(name, ())) for name in kinds]
 
 
 CASE = mlp(samples=12)
@@ -176,15 +177,6 @@ def test_what_is_frozen_stays_and_what_was_moved_is_seen(name: str) -> None:
         assert step(opt) <= expected * (1 + 1e-12) and not torch.equal(frozen, before)
 
 
-@pytest.mark.parametrize("name", each(KINDS))
-def test_a_graph_from_before_cannot_be_differentiated_once_parameters_are_written(name: str) -> None:
-    with made(KINDS[name]) as opt:
-        before = opt.module(DATA[0]).sum()
-        step(opt)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            before.backward()
-
-
 # ---- they are copied and pickled as torch's are, and taken over by schedulers
 
 
@@ -218,17 +210,6 @@ def test_a_copy_goes_on_by_itself(kind: str, duplicate: Callable[[Any], Any]) ->
     assert all(map(torch.equal, before, module.parameters()))
     assert found == [alone(module, optimizer) for _ in range(3)]
     assert all(map(torch.equal, other.parameters(), module.parameters()))
-
-
-def test_what_a_copy_remembers_is_all_there_is() -> None:
-    module = Mlp().double()
-    optimizer = batchopt.LBFGS(module.parameters(), callback=print)
-    assert copy.deepcopy(optimizer).result is None
-    optimizer.callback = None
-    alone(module, optimizer)
-    assert copy.deepcopy(optimizer).result == optimizer.result
-    optimizer.callback = print
-    assert copy.deepcopy(optimizer).callback is print
 
 
 @pytest.mark.parametrize("kind", [kind for kind in OURS if "levenberg" not in kind])

@@ -69,16 +69,6 @@ def test_result_says_what_was_done(make: Make) -> None:
     assert seen[7].number == 8 and seen[-1].evaluations == len(problem.values)
 
 
-@pytest.mark.rows
-@every_kind
-def test_no_limits_and_no_tolerances_mean_that_it_runs_until_nothing_lower_is_found(make: Make) -> None:
-    problem = Problem(make, logits, start(), max_iter=None, **NO_END)
-    result = problem.step()
-    assert result.status in (Status.NO_DECREASE, Status.GRADIENT)
-    assert result.gradient < 1e-7
-    assert result.f <= min(problem.values) * (1 + 1e-15)
-
-
 @every_kind
 def test_what_ends_a_step(make: Make) -> None:
     for limit in (1, 2, 3, 5, 9):
@@ -149,17 +139,6 @@ def test_what_the_closure_raises_is_raised_at_the_best_point(make: Make) -> None
 
 
 @every_kind
-def test_steps_go_on_where_the_last_one_ended(make: Make) -> None:
-    one = Problem(make, valley, start(), max_iter=24, **NO_END)
-    whole = one.step()
-    other = Problem(make, valley, start(), max_iter=8, **NO_END)
-    results = [other.step() for _ in range(3)]
-    torch.testing.assert_close(other.x, one.x, rtol=1e-6, atol=1e-6)
-    assert all(not result.forgotten for result in results)
-    assert sum(result.evaluations for result in results) == whole.evaluations + 2
-
-
-@every_kind
 def test_a_function_that_changes_between_steps_is_told(make: Make) -> None:
     problem = Problem(make, valley, start(), max_iter=8)
     problem.step()
@@ -180,15 +159,6 @@ def test_lower_precision(make: Make, dtype: torch.dtype) -> None:
     if dtype == torch.float32:
         expected = reference.lbfgs(logistic, start(), 500)
         torch.testing.assert_close(problem.x.double(), expected, rtol=1e-2, atol=2e-3)
-
-
-@every_kind
-@pytest.mark.parametrize("scale", [pytest.param(1e-150, marks=slow), 1e-170, 1e150])
-def test_numbers_as_small_and_as_large_as_they_get(make: Make, scale: float) -> None:
-    problem = Problem(make, lambda x: math.sqrt(scale) * x, start(), max_iter=40, tolerance_grad=0.0)
-    result = problem.step()
-    assert math.isfinite(result.f) and problem.x.isfinite().all()
-    assert result.f <= problem.values[0]
 
 
 @every_kind

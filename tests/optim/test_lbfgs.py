@@ -8,7 +8,7 @@ import torch
 import batchopt
 from batchopt.optim.minimizer import Status
 from tests.optim import reference
-from tests.optim.kinds import Problem, logistic, rosenbrock, start
+from tests.optim.kinds import Problem, logistic, start
 from tests.optim.test_descent import EXACT
 
 
@@ -28,28 +28,6 @@ def test_without_a_search_the_iterates_are_those_of_the_two_loops() -> None:
         _, new = reference.value_and_gradient(logistic, point)
         pairs = [*pairs, (point - x, new - gradient)][-4:]
         x, gradient = point, new
-
-
-def test_fewer_evaluations_than_the_optimizer_of_torch() -> None:
-    ours = Problem(batchopt.LBFGS, rosenbrock, start(20), **EXACT)
-    result = ours.step()
-    assert result.status is Status.GRADIENT
-    x = start(20).requires_grad_()
-    theirs = torch.optim.LBFGS(
-        [x], max_iter=5000, tolerance_grad=1e-9, tolerance_change=0, line_search_fn="strong_wolfe"
-    )
-    count = 0
-
-    def closure() -> torch.Tensor:
-        nonlocal count
-        count += 1
-        theirs.zero_grad()
-        f = rosenbrock(x)
-        f.backward()  # type: ignore[no-untyped-call]
-        return f
-
-    theirs.step(closure)  # type: ignore[no-untyped-call]
-    assert result.evaluations < count
 
 
 @pytest.mark.slow
@@ -82,16 +60,6 @@ def test_a_state_of_torch_is_taken_over_as_far_as_it_goes() -> None:
     assert problem.optimizer.param_groups[0]["history_size"] == 7
     assert problem.optimizer.param_groups[0]["l1"] == 0.0
     assert problem.step().f < logistic(x.detach()).item()
-
-
-def test_noise_in_f_does_not_stop_it_far_from_the_minimum() -> None:
-    def rounded(x: torch.Tensor) -> torch.Tensor:
-        f = logistic(x) + 1e7
-        return f
-
-    problem = Problem(batchopt.LBFGS, rounded, start(), tolerance_grad=1e-6, tolerance_change=0.0, max_iter=200)
-    result = problem.step()
-    assert result.status is Status.GRADIENT
 
 
 def test_noise_that_is_more_than_rounding_is_learned_from_a_search_in_vain() -> None:

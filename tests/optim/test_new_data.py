@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 
 import batchopt
-from batchopt.optim import minimizer
 from batchopt.optim.descent import Descent
 from batchopt.optim.minimizer import Result
 from tests.optim import reference
@@ -81,16 +79,6 @@ def test_another_function_is_not_taken_for_new_points(kind: Kind, function: refe
     assert evaluations["keep"] <= 1.25 * evaluations["forget"] + 5  # a search is all that the trial costs
 
 
-def test_a_matrix_that_does_not_fit_would_do_harm(monkeypatch: pytest.MonkeyPatch) -> None:
-    evaluations = []
-    for fit in (minimizer.FIT, math.inf):
-        monkeypatch.setattr(minimizer, "FIT", fit)
-        run = Changing(batchopt.SSBroyden, quadratic(EIGENVALUES), when_data_change="keep")
-        run.function = OTHERS["flat where it was steep"]
-        evaluations.append(run.step(**TO_THE_END).evaluations)
-    assert evaluations[0] < 0.9 * evaluations[1]
-
-
 @every_kind
 def test_the_same_matrix_with_another_minimum_is_kept(kind: Kind) -> None:
     evaluations = {}
@@ -142,26 +130,3 @@ def test_after_a_step_that_was_undone_nothing_is_left_to_be_judged() -> None:
     run.optimizer.load_state_dict(state)
     result = run.step(max_eval=None)
     assert not result.kept and not result.forgotten
-
-
-@every_kind
-def test_without_curvature_or_a_change_there_is_nothing_to_keep_and_another_choice_is_named(kind: Kind) -> None:
-    run = Changing(kind, quadratic(EIGENVALUES), when_data_change="keep", max_eval=1)
-    run.function = OTHERS["a millionth"]
-    result = run.step(max_eval=None, max_iter=2)
-    assert result.iterations == 2 and not result.kept and not result.forgotten
-    points = []
-    for when in ("forget", "keep"):
-        run = Changing(kind, quadratic(EIGENVALUES), when_data_change=when, max_iter=20)
-        result = run.step()
-        assert not result.kept and not result.forgotten
-        points.append(run.x.detach())
-    assert torch.equal(*points)
-    with pytest.raises(ValueError, match="`when_data_change` must be one of 'forget', 'keep'; got 'ask'"):
-        Changing(kind, quadratic(EIGENVALUES), when_data_change="ask")
-
-
-def test_an_l1_penalty_keeps_its_history_too() -> None:
-    run = Changing(batchopt.LBFGS, quadratic(EIGENVALUES), when_data_change="keep", l1=0.1)
-    run.function = quadratic(1.1 * EIGENVALUES)
-    assert run.step().kept

@@ -67,16 +67,3 @@ def test_two_moves_in_a_step_are_those_of_plain_torch(parallelize: int) -> None:
         assert opt.eval_counter == 8
         for one, two in zip(opt.module.parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-14)
-
-
-def test_the_diagonal_by_random_signs_is_the_one_of_a_differentiated_gradient() -> None:
-    alone = network()
-    parameters = [*alone.parameters()]
-    signs = [torch.randint(2, p.shape, generator=torch.Generator().manual_seed(1)) * 2.0 - 1 for p in parameters]
-    signs = [sign.double() for sign in signs]
-    products = torch.autograd.grad(plain(alone, create_graph=True)[1], parameters, signs)
-    expected = torch.cat([(sign * product).reshape(-1) for sign, product in zip(signs, products, strict=True)])
-    with batchopt.BatchOptimizer(network(), nn.MSELoss(), optimizer=None, parallelize=2) as opt:
-        opt.load(X, Y)
-        flat = torch.cat([sign.reshape(-1) for sign in signs])
-        torch.testing.assert_close(flat * opt.hvp(flat), expected, rtol=1e-12, atol=1e-14)

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import batchopt
-from batchopt.optim import ssbroyden
 from tests.optim import reference
 from tests.optim.kinds import Problem, logistic, start
 
@@ -66,31 +65,6 @@ def test_the_matrix_is_made_smaller_when_steps_are_short() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
-@pytest.mark.slow
-def test_a_flat_start_does_not_shorten_the_steps_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    def evaluations() -> int:
-        problem = Problem(batchopt.SSBroyden, product, small(8), max_iter=None, max_eval=3000, tolerance_change=0.0)
-        problem.step()
-        return next(i for i, f in enumerate(problem.values) if f < 1e-6)
-
-    found = evaluations()
-    monkeypatch.setattr(ssbroyden, "SHORT", 0.0)
-    assert 2 * found < evaluations()
-
-
-def test_a_state_without_how_long_steps_were_is_taken_up() -> None:
-    """Those of before had none."""
-    problem = Problem(batchopt.SSBroyden, logistic, start(6), max_iter=3)
-    problem.step()
-    state = problem.optimizer.state_dict()
-    del state["state"][0]["pace"]
-    after = Problem(batchopt.SSBroyden, logistic, problem.x, max_iter=3)
-    after.optimizer.load_state_dict(state)
-    problem.step()
-    after.step()
-    assert torch.equal(problem.x, after.x)
-
-
 def test_a_state_that_is_taken_in_the_middle_of_a_step_is_whole_and_changes_nothing() -> None:
     """Within a step the matrix lags behind by an update."""
     plain = Problem(batchopt.SSBroyden, product, small(4), max_iter=30, tolerance_change=0.0)
@@ -108,30 +82,6 @@ def test_a_state_that_is_taken_in_the_middle_of_a_step_is_whole_and_changes_noth
     shorter = Problem(batchopt.SSBroyden, product, small(4), max_iter=17, tolerance_change=0.0)
     shorter.step()
     assert torch.equal(states[16], shorter.optimizer.state_dict()["state"][0]["inverse"])
-
-
-def test_a_state_that_is_loaded_in_the_middle_of_a_step_is_taken_as_it_is() -> None:
-    """What was due for the matrix of before is not made to the one that is loaded."""
-    given = Problem(batchopt.SSBroyden, product, small(4), max_iter=9, tolerance_change=0.0)
-    given.step()
-    state = given.optimizer.state_dict()
-    expected = state["state"][0]["inverse"].clone()
-    problem = Problem(batchopt.SSBroyden, product, small(4), max_iter=5, tolerance_change=0.0)
-
-    def load(iteration: object) -> bool:
-        problem.optimizer.load_state_dict(state)
-        return True  # the step ends here
-
-    problem.optimizer.callback = load
-    problem.step()
-    assert torch.equal(problem.optimizer.state_dict()["state"][0]["inverse"], expected)
-
-
-@pytest.mark.parametrize("both", [1e3, 1e9, 1e12])
-def test_no_update_divides_by_zero_however_far_the_curvature_is_from_that_of_the_matrix(both: float) -> None:
-    """As in BoxBOD of NIST, whose first steps lead from a slope to a plain."""
-    weights = ssbroyden._weights(2, 1.0, both, both)
-    assert weights is not None and all(map(math.isfinite, weights))
 
 
 def test_steps_whose_squares_are_no_numbers_any_more_teach_nothing() -> None:

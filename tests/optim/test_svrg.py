@@ -59,24 +59,6 @@ def test_the_steps_are_those_of_the_formula() -> None:
             torch.testing.assert_close(problem.x, x)
 
 
-def test_a_parameter_that_a_mini_batch_does_not_depend_on_moves_along_the_full_gradient() -> None:
-    used, unused = (torch.nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(2))
-    optimizer = batchopt.SVRG(torch.optim.SGD([used, unused], lr=0.1))
-
-    def f(*parameters: torch.nn.Parameter) -> Callable[[], torch.Tensor]:
-        def closure() -> torch.Tensor:
-            used.grad = unused.grad = None
-            loss: torch.Tensor = torch.cat(parameters).square().sum()
-            loss.backward()  # type: ignore[no-untyped-call]
-            return loss
-
-        return closure
-
-    optimizer.begin_pass(f(used, unused))
-    optimizer.step(f(used))
-    torch.testing.assert_close(unused.detach(), torch.full((2,), 0.8, dtype=torch.float64))
-
-
 def test_it_converges_at_a_fixed_rate_where_sgd_does_not() -> None:
     inexact = RIGHT + torch.randn(50, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     best = torch.linalg.lstsq(ROWS, inexact[:, None]).solution[:, 0]
@@ -98,18 +80,3 @@ def test_it_converges_at_a_fixed_rate_where_sgd_does_not() -> None:
                     pass
         ends.append((model.weight.detach()[0] - best).norm().item())
     assert ends[1] < 1e-6 < ends[0]
-
-
-def test_what_the_closure_raises_leaves_the_parameters() -> None:
-    problem = Regression()
-    optimizer = batchopt.SVRG(torch.optim.SGD(problem.parameters, lr=0.05))
-    optimizer.begin_pass(problem.closure(range(50)))
-    optimizer.step(problem.closure(BATCHES[0]))
-    before = problem.x
-
-    def fails() -> torch.Tensor:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        optimizer.step(fails)
-    assert torch.equal(problem.x, before)

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from batchopt import Iteration, Result, Status
 from benchmarks.problems import PROBLEMS
 from tests.optim.kinds import (
-    FEW,
     KINDS,
     NO_END,
     OF_SQUARES,
@@ -21,7 +20,6 @@ from tests.optim.kinds import (
     Function,
     Problem,
     logistic,
-    logits,
     rosenbrock,
     start,
 )
@@ -123,12 +121,3 @@ def test_in_single_precision_steps_may_be_no_numbers(kind: str, of_x: int) -> No
     options = {"max_iter": 500, "tolerance_grad": 1e-3 * 2.0**-of_x, "tolerance_change": 0.0}
     problem = Problem(KINDS[kind], scaled(rosenbrock, 0, of_x), start(4).float() * 2.0**of_x, **options)
     assert problem.step().status is Status.GRADIENT and problem.result.forgotten == ()
-
-
-@pytest.mark.rows
-@pytest.mark.parametrize("of_f, of_x", [(1e13, 1e-7), (1e-50, 1.0), (1.0, 1e50)])
-@pytest.mark.parametrize("kind", FEW)
-def test_in_any_units_the_minimum_is_found(kind: str, of_f: float, of_x: float) -> None:
-    options = {"max_iter": 500, "tolerance_grad": 1e-6 * of_f / of_x, "tolerance_change": 0.0}
-    problem = Problem(KINDS[kind], lambda x: of_f**0.5 * logits(x / of_x), of_x * start(), **options)
-    assert problem.step().status is Status.GRADIENT and problem.result.evaluations < 200

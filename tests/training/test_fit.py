@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import l1_loss, mse_loss
-from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
-import batchopt
-from batchopt import Batches, BatchOptimizer, NonFiniteError
+from batchopt import Batches, NonFiniteError
 from batchopt.training import Checkpoint, EarlyStopping, Moment, Monitor, Record, fit
 from tests.training.common import Killed, batches, data, optimizer
 
@@ -79,14 +78,6 @@ def test_a_fit_makes_the_steps_of_a_loop() -> None:
     assert trained(epochs=2, eval_data=data(), metrics=METRICS, monitor=Monitor(), epoch_0=True)[0] == expected
 
 
-def test_data_of_other_kinds() -> None:
-    x, y = data()
-    whole = trained((x, y), epochs=2)
-    assert whole[1].iteration == 2
-    assert trained(TensorDataset(x, y), epochs=2)[0] == whole[0]
-    assert trained(DataLoader(TensorDataset(x, y), 50), epochs=2)[0] == whole[0]
-
-
 def test_a_metric_without_other_data_is_of_the_training_data() -> None:
     with optimizer() as opt:
         state = fit(opt, batches(), epochs=1, metrics={"l1": l1_loss})
@@ -120,12 +111,6 @@ def test_epochs_that_are_taken_as_done() -> None:
     assert seen == [(4, number, 15 + number) for number in range(1, 6)]
     assert (state.epoch, position.epoch, position.iteration) == (4, 4, 20)
     assert trained(position, epochs=4)[1].iteration == 20  # nothing is left to do
-    with optimizer() as whole, optimizer() as again:
-        fit(whole, batches(), epochs=3)
-        same = batches()
-        for epochs in (1, 3):
-            fit(again, same, epochs=epochs)
-        assert again.fingerprint() == whole.fingerprint()
     with pytest.raises(ValueError, match="`begin_epoch` is 3, but these Batches are in epoch 4"):
         trained(position, epochs=5, begin_epoch=3)
 
@@ -135,13 +120,6 @@ def test_any_callback_can_stop(which: str) -> None:
     options = {"eval_data": data(), "metrics": METRICS, which: lambda moment: True}
     state = trained(epochs=3, **options)[1]
     assert (state.epoch, state.iteration) == (1, 1 if which == "on_batch" else 5)
-
-
-def test_an_epoch_that_is_stopped_at_its_last_batch_is_done_with() -> None:
-    seen: list[int] = []
-    options: dict[str, Any] = {"on_batch": lambda moment: moment.iteration == 5}
-    state = trained(epochs=3, **options, on_epoch=lambda moment: seen.append(moment.epoch))[1]
-    assert (state.iteration, seen) == (5, [1]) and "loss" in state.metrics
 
 
 def test_a_time_limit_stops_and_what_was_reached_is_saved(tmp_path: Path) -> None:
@@ -160,9 +138,6 @@ def test_early_stopping() -> None:
     values = iter([5.0, 4.0, 4.5, 4.0, 9.0, 1.0])
     state = trained(epochs=6, eval_data=data(), metrics={"loss": lambda outputs, targets: next(values)}, patience=3)[1]
     assert state.epoch == 5
-    values = iter([5.0, 4.0, 4.5, 4.0, 9.0, 1.0])
-    stopping = EarlyStopping("eval_a", 2, mode="max")
-    assert trained(epochs=6, eval_data=data(), metrics={"a": lambda *_: next(values)}, patience=stopping)[1].epoch == 3
 
 
 # Schedules
@@ -186,14 +161,6 @@ def rates(scheduler: Callable[[Any], Any], step: str, epochs: int = 3) -> list[f
 def test_schedules_by_epoch_and_by_batch() -> None:
     assert rates(lambda adam: StepLR(adam, 1, 0.1), "epoch") == pytest.approx([1e-3, 1e-3, 1e-4, 1e-4, 1e-5, 1e-5])
     assert rates(lambda adam: StepLR(adam, 2, 0.1), "batch") == pytest.approx([1e-3, 1e-4, 1e-4, 1e-5, 1e-5, 1e-6])
-
-
-def test_a_plateau_is_one_of_the_validation() -> None:
-    with optimizer() as opt:
-        plateau = ReduceLROnPlateau(opt.optimizer, factor=0.5, patience=0)  # type: ignore[arg-type]
-        constant = {"loss": lambda outputs, targets: 1.0}
-        fit(opt, batches(), epochs=3, eval_data=data(), metrics=constant, scheduler=plateau)
-        assert opt.optimizer.param_groups[0]["lr"] == pytest.approx(1e-3 / 4)  # type: ignore[union-attr]
 
 
 # What is said
@@ -277,30 +244,6 @@ def test_an_epoch_without_batches_is_an_error_that_says_so() -> None:
                 fit(opt, data(), epochs=1)
 
 
-def test_an_optimizer_of_torch_is_none_of_ours() -> None:
-    with pytest.raises(TypeError, match="`opt` must be a BatchOptimizer; got Linear"):
-        fit(torch.nn.Linear(3, 1), data(), epochs=1)  # type: ignore[arg-type]
-
-
-def test_svrg_is_told_of_passes_and_not_twice_where_an_epoch_goes_on() -> None:
-    def svrg(params: Any) -> Any:
-        return batchopt.SVRG(torch.optim.SGD(params, lr=0.01))
-
-    with optimizer(optimizer=svrg) as opt:
-        epochs = batches()
-        while epochs.epoch < 3:
-            opt.optimizer.begin_pass(lambda: opt.full_gradient(epochs))  # type: ignore[union-attr]
-            list(opt.steps(epochs))
-        expected = opt.fingerprint()
-    with optimizer(optimizer=svrg) as opt:
-        position = batches()
-        for stop in (2, 5, 7):
-            fit(opt, position, epochs=3, on_batch=lambda moment, stop=stop: moment.iteration == stop)
-            assert position.iteration == stop
-        fit(opt, position, epochs=3)
-        assert opt.fingerprint() == expected
-
-
 @pytest.mark.parametrize("parallelize", [1, 2])
 def test_what_is_not_finite_stops_before_the_parameters_move_and_the_run_can_go_on(parallelize: int) -> None:
     with optimizer(parallelize) as opt:
@@ -318,8 +261,3 @@ def test_what_is_not_finite_stops_before_the_parameters_move_and_the_run_can_go_
         x[30] = good
         fit(opt, position, epochs=2)
         assert opt.fingerprint() == expected
-
-
-def test_none_is_evaluated_only() -> None:
-    with BatchOptimizer(torch.nn.Linear(3, 1).double(), mse_loss, optimizer=None) as opt:
-        assert "lr" not in fit(opt, batches(), epochs=1).metrics

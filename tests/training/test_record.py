@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.nn.functional import mse_loss
 
 import batchopt
@@ -81,14 +78,6 @@ def test_a_line_half_an_epoch_and_chosen_numbers(tmp_path: Path) -> None:
     assert [line["loss"] for line in lines] == pytest.approx(means)
 
 
-def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
-    record = Record(tmp_path / "log.jsonl")
-    with optimizer() as opt:
-        fit(opt, batches(), epochs=1, eval_data=data(), metrics={"nan": lambda o, t: math.nan}, log=record)
-    assert json.loads((tmp_path / "log.jsonl").read_text(), parse_constant=pytest.fail)["eval_nan"] is None
-    record.plot()
-
-
 @pytest.mark.parametrize("killed", [1, 4, 9])
 def test_a_killed_run_goes_on_without_double_lines(killed: int, tmp_path: Path) -> None:
     def run(log: str, on_batch: Any = ()) -> list[dict[str, Any]]:
@@ -109,40 +98,6 @@ def test_a_killed_run_goes_on_without_double_lines(killed: int, tmp_path: Path) 
     with (tmp_path / "killed").open("a") as file:
         file.write('{"half a li')
     assert run("killed") == whole
-
-
-def test_a_log_that_was_shortened_goes_on_after_the_last_whole_line(tmp_path: Path) -> None:
-    def run(epochs: int) -> list[dict[str, Any]]:
-        with optimizer() as opt:
-            fit(opt, batches(), epochs=epochs, log=tmp_path / "log.jsonl", checkpoint=tmp_path / "c", resume="auto")
-        return timeless(Record(tmp_path / "log.jsonl").lines())
-
-    first, second = run(2)
-    path = tmp_path / "log.jsonl"
-    path.write_bytes(path.read_bytes()[:-9])
-    with pytest.warns(UserWarning, match="lines are missing"):
-        found = run(3)
-    assert [line["epoch"] for line in found] == [1, 3] and found[0] == first != second
-
-
-def test_a_new_run_overwrites_and_a_lost_file_begins_anew(tmp_path: Path) -> None:
-    for _ in range(2):
-        with optimizer() as opt:
-            fit(opt, batches(), epochs=2, log=tmp_path / "log.jsonl")
-    assert len(Record(tmp_path / "log.jsonl").lines()) == 2
-    for epochs in (1, 2):
-        with optimizer() as opt:
-            fit(opt, batches(), epochs=epochs, log=str(tmp_path / "l.jsonl"), checkpoint=tmp_path / "c", resume="auto")
-        lines = Record(tmp_path / "l.jsonl").lines()
-        assert [line["epoch"] for line in lines] == [epochs]
-        (tmp_path / "l.jsonl").unlink()
-
-
-def test_without_matplotlib_the_error_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "log.jsonl").write_text("")
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"pip install 'batchopt\[plot\]'"):
-        Record(tmp_path / "log.jsonl").plot()
 
 
 # TensorBoard
@@ -276,13 +231,3 @@ def test_parameters_gradients_and_outputs_of_layers(parallelize: int, tmp_path: 
         assert last.look(opt) == {"0.output": pytest.approx(opt.module.get_submodule("0")(x).mean().item())}
     lines = Record(tmp_path / "log.jsonl").lines()
     assert expected_names < set(lines[0])
-
-
-def test_layers_of_terms() -> None:
-    terms = {
-        "a": batchopt.Term(lambda module, inputs, targets: mse_loss(module(inputs), targets)),
-        "b": batchopt.Term(lambda module, inputs, targets: module(inputs).square().mean()),
-    }
-    with batchopt.BatchOptimizer(nn.Sequential(nn.Linear(3, 1)).double(), terms=terms) as opt:
-        opt.load({"a": data(), "b": data()[0]})
-        assert set(Monitor(".*output").look(opt)) == {"a.0.output", "b.0.output"}

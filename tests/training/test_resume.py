@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import subprocess
@@ -130,19 +129,6 @@ def test_schedules_go_on_and_others_are_refused(name: str, tmp_path: Path) -> No
             trained("whole", None, epochs=3, **options)
 
 
-@pytest.mark.rows
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["tensors", "dataset"])
-def test_one_worker_then_three_then_two(name: str, tmp_path: Path) -> None:
-    expected = run(tmp_path / "whole", DATA[name])
-    for first, second in itertools.combinations(range(2, 11, 3), 2):
-        folder = tmp_path / f"{first} {second}"
-        for parallelize, killed in ((1, first), (3, second)):
-            with pytest.raises(Killed):
-                run(folder, DATA[name], parallelize, killed)
-        assert run(folder, DATA[name], 2) == expected
-
-
 def test_svrg_early_stopping_and_the_mean_of_an_epoch(tmp_path: Path) -> None:
     def trained(folder: str, killed: int | None) -> Any:
         options: dict[str, Any] = {"epochs": 6, "patience": EarlyStopping("loss", 2, mode="max")}
@@ -152,13 +138,6 @@ def test_svrg_early_stopping_and_the_mean_of_an_epoch(tmp_path: Path) -> None:
     expected = check(trained, range(1, 14, 2))
     assert expected[1]["epoch"] < 6  # it was stopped, and stays so
     assert trained("whole", None) == expected
-
-
-def test_more_epochs_and_done_epochs(tmp_path: Path) -> None:
-    run(tmp_path / "run")
-    fingerprint, numbers = run(tmp_path / "run", epochs=1)
-    assert numbers["loss"] > 0 and fingerprint == run(tmp_path / "run")[0]
-    assert run(tmp_path / "run", epochs=3) == run(tmp_path / "other", epochs=3)
 
 
 @pytest.mark.slow
@@ -295,21 +274,6 @@ def test_a_loader_is_not_saved_within_an_epoch(tmp_path: Path) -> None:
     with lbfgs as opt, pytest.warns(UserWarning, match="within an epoch"):  # of which the first step is not whole
         fit(opt, loader(), epochs=4, checkpoint=tmp_path / "lbfgs", time_limit=1e-9)
         assert opt.paused and not (tmp_path / "lbfgs").exists()
-
-
-def test_triggers_with_a_state_go_on(tmp_path: Path) -> None:
-    now = [0.0]
-
-    def tick(moment: Moment) -> None:
-        now[0] += 1.0
-        if now[0] == 7:
-            raise Killed
-
-    record = Record(tmp_path / "log.jsonl", every=EverySeconds(4, lambda: now[0]))
-    with pytest.raises(Killed):
-        run(tmp_path / "run", log=record, on_batch=tick)
-    run(tmp_path / "run", log=record, on_batch=tick)
-    assert [line["iteration"] for line in record.lines()] == [5, 10]  # three of four seconds were left
 
 
 @pytest.mark.parametrize(
