@@ -71,12 +71,19 @@ def levenberg_marquardt(params: Any, **options: Any) -> torch.optim.Optimizer:
     return batchopt.LevenbergMarquardt(params, scaling="identity", geodesic=True, when_data_change="keep", **options)
 
 
+def longest(params: Any, **options: Any) -> torch.optim.Optimizer:
+    """Levenberg-Marquardt by the longest step, with its length kept when the points are new."""
+    return levenberg_marquardt(params, step="longest", **options)
+
+
 OURS = {
     "LBFGS": Method(lbfgs, 50),
     "SSBroyden": Method(ssbroyden, 50),
     "SSBroyden + RAD": Method(ssbroyden, 50, 10),
     "LM": Method(levenberg_marquardt, 5),
     "LM + RAD": Method(levenberg_marquardt, 5, 2),
+    "LM longest": Method(longest, 5),
+    "LM longest + RAD": Method(longest, 5, 2),
 }
 METHODS = ("torch LBFGS", *OURS, "DeepXDE")
 SEEDS = {name: range(10 if name == "Burgers" else 3) for name in PROBLEMS}
