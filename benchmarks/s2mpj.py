@@ -87,9 +87,10 @@ class Squares:
         self._trace.record(f)
         return f
 
-    def normal(self, limit: int) -> tuple[float, torch.Tensor, torch.Tensor]:
+    def normal(self, limit: int, basis: torch.Tensor | None = None) -> tuple[float, torch.Tensor, torch.Tensor]:
         """f, JᵀWr and JᵀWJ."""
         residuals, jacobian = self._rows()
+        jacobian = jacobian if basis is None else jacobian @ basis
         return float(residuals @ residuals), jacobian.T @ residuals, jacobian.T @ jacobian
 
     def gauss_newton(self, v: torch.Tensor) -> torch.Tensor:
@@ -97,8 +98,12 @@ class Squares:
         _, jacobian = self._rows()
         return jacobian.T @ (jacobian @ v)
 
-    def acceleration(self, v: torch.Tensor) -> torch.Tensor:
+    def accelerations(self, directions: torch.Tensor) -> torch.Tensor:
         """Not used without `geodesic`."""
+        raise NotImplementedError
+
+    def losses(self, points: torch.Tensor) -> torch.Tensor:
+        """Not used without `step="longest"`."""
         raise NotImplementedError
 
 

@@ -139,7 +139,7 @@ def test_everything_is_as_for_real_pairs(make: Make, options: dict[str, Any]) ->
         close(found.matrix, normal.matrix[at][:, at])
         close(opt.gram(), right.gram())
         close(
-            extending.closure(opt).acceleration(v[:, 0]), extending.closure(right).acceleration(moved[:, 0])[at], 1e-7
+            extending.closure(opt).accelerations(v.T)[0], extending.closure(right).accelerations(moved.T)[0, at], 1e-7
         )
         slopes, others = opt.input_gradients(), right.input_gradients()
         close(*(found["a"] if "terms" in options else found for found in (slopes, others)))

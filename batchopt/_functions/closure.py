@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from batchopt._engine.engine import Engine
-from batchopt._functions.least_squares import Normal, acceleration, gauss_newton_product, normal
+from batchopt._functions.derivatives import evaluate_many
+from batchopt._functions.least_squares import Normal, accelerations, gauss_newton_product, normal
 from batchopt.errors import BatchoptError
 from batchopt_workers.wire.layout import Layout
 
@@ -30,17 +31,24 @@ class Closure:
         """Evaluate f and df/dX, like `BatchOptimizer.evaluate`."""
         return self._evaluate()
 
-    def normal(self, limit: int) -> Normal:
-        """Return the normal equations, like `BatchOptimizer.normal`."""
-        return normal(self._engine, limit)
+    def normal(self, limit: int, basis: torch.Tensor | None = None) -> Normal:
+        """Return the normal equations, like `BatchOptimizer.normal`; of J times the `basis`, shape `(n, k)`, if
+        given."""
+        return normal(self._engine, limit, basis)
 
     def gauss_newton(self, v: torch.Tensor) -> torch.Tensor:
         """Return a Gauss-Newton product, like `BatchOptimizer.gauss_newton`."""
         return gauss_newton_product(self._engine, v)
 
-    def acceleration(self, v: torch.Tensor) -> torch.Tensor:
-        """Return JᵀW times the second derivative of the residuals along `v`: shape `(n,)`, X's dtype."""
-        return acceleration(self._engine, v)
+    def accelerations(self, directions: torch.Tensor) -> torch.Tensor:
+        """Return JᵀW times the second derivative of the residuals along each row: shape `(k, n)`, X's dtype."""
+        return accelerations(self._engine, directions)
+
+    def losses(self, points: torch.Tensor) -> torch.Tensor:
+        """Return f at several points, like `BatchOptimizer.evaluate_many`."""
+        found = evaluate_many(self._engine, points, False)
+        assert isinstance(found, torch.Tensor)  # without gradients
+        return found
 
 
 def loss_with_graph(engine: Engine, evaluate: Callable[[], torch.Tensor]) -> torch.Tensor:

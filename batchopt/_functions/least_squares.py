@@ -110,15 +110,16 @@ def gauss_newton_product(engine: Engine, v: Any) -> torch.Tensor:
     return product
 
 
-def acceleration(engine: Engine, v: torch.Tensor) -> torch.Tensor:
-    """Return JᵀW times the second derivative of the residuals along a vector, shape `(n,)`; X's dtype."""
-    task = Task(Accelerations(_vector(engine, v)), term=None)
+def accelerations(engine: Engine, directions: torch.Tensor) -> torch.Tensor:
+    """Return JᵀW times the second derivative of the residuals along each row, shape `(k, n)`; X's dtype."""
+    task = Task(Accelerations(torch.stack([_vector(engine, row) for row in directions])), term=None)
     found: torch.Tensor = total(engine, task, engine.current_step().batch, "second derivative of the residuals")
     return found.to(engine.subject.x.dtype)
 
 
-def normal(engine: Engine, limit: int) -> Normal:
-    """Return the normal equations of the loaded batch. Raises `ValueError` for more than `limit` parameters."""
+def normal(engine: Engine, limit: int, basis: torch.Tensor | None = None) -> Normal:
+    """Return the normal equations of the loaded batch; of J times the `basis`, shape `(n, k)`, if given. Raises
+    `ValueError` for more than `limit` parameters."""
     _check(engine)
     size = len(engine.parameters)
     if size > arguments.read_count("limit", limit):
@@ -127,7 +128,8 @@ def normal(engine: Engine, limit: int) -> Normal:
             f"gauss_newton(v), its product with a vector, or give `limit`, which is {limit:,}"
         )
     step, known = engine.current_step(), jacobian_by_columns(engine)
-    task = Task(NormalSums(stripes(size), known), term=None)
+    size = size if basis is None else basis.shape[1]
+    task = Task(NormalSums(stripes(size), known, basis), term=None)
     found = total(engine, task, step.batch, "matrix of the normal equations")
     if found["each"]:
         warnings.warn(

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
 
 from batchopt.errors import NonFiniteError
-from batchopt.optim.algebra import norm
+from batchopt.optim.algebra import copy, norm
 from batchopt.optim.bounds import Bounds
 from batchopt.optim.line import Closure, Point
+from batchopt.optim.longest import WINDOW, Trial, around, between, longest
 from batchopt.optim.minimizer import NOBODY, Callback, Minimizer, Search, Watch, limit
 from batchopt.optim.quadratic import DenseModel, Model, ProductModel
 from batchopt.optim.squares import ResidualSquares, Squares, SquaresOver
@@ -32,7 +34,8 @@ class LevenbergMarquardt(Minimizer):
 
     f is rᵀWr; a step solves (JᵀWJ + damping D) step = -JᵀWr. Where the model describes f well, the damping falls, and
     convergence is nearly quadratic for small residuals; elsewhere steps become short and turn to the steepest descent.
-    An iteration takes the normal equations once (`BatchOptimizer.normal`) and one evaluation per trial.
+    An iteration takes the normal equations once (`BatchOptimizer.normal`) and one evaluation per trial; with
+    `step="longest"` also the eigenvalues, and four to seven evaluations without derivatives, which workers share.
 
     Args:
         params: parameters of one dtype on one device; float64 is advised.
@@ -41,14 +44,19 @@ class LevenbergMarquardt(Minimizer):
         scaling: D. `"diagonal"`, the default: the diagonal of JᵀWJ, each element at its largest so far (Moré 1978), so
             that units of parameters do not matter; for regressions. `"identity"`: the same number for all parameters,
             the largest of the first diagonal; for networks. Above `dense` parameters D is one number in any case.
+        step: `"first"`, the default: the first trial that is lower, the damping following how well the model predicted
+            it; for regressions, and where points are drawn anew. `"longest"`: of several lengths around that of the
+            last step the longest at which f falls by at least a tenth of the prediction, as at all shorter ones, and
+            half as much as at the best of them; for networks in float64 whose residuals can become very small, as those
+            of differential equations at fixed points, with `geodesic=True` and `scaling="identity"`.
         geodesic: adds the second-order correction of Transtrum and Sethna to each step, which takes about three more
             evaluations. Default False.
         dense: the largest number of parameters of f (`params` may be some of them) for which the matrix is made and
             factorised; for more, steps are found by conjugate gradients on its products, which need no more memory than
             an evaluation. Default 5,000.
         when_data_change: `"forget"`, the default, or `"keep"` the damping if f has changed at the parameters where the
-            last step ended; it is forgotten nevertheless if the first step there needs one that differs by more than a
-            factor of 100.
+            last step ended, or the length; it is forgotten nevertheless if the first step there needs one that differs
+            by more than a factor of 100.
         max_iter: maximum number of iterations per call of `step`; None: no limit. Default 300.
         tolerance_change: stop after a step that removes less than this fraction of the residuals (f falls by less than
             its square), or is shorter than this fraction of the parameters, measured by D, if that also holds without
@@ -66,7 +74,10 @@ class LevenbergMarquardt(Minimizer):
     Levenberg 1944, Marquardt 1963; the damping as in Nielsen, "Damping parameter in Marquardt's method", IMM report
     1999-05, but a tenth of the last one where the model predicted the decrease to a tenth; Moré, "The
     Levenberg-Marquardt algorithm: implementation and theory", 1978; Transtrum and Sethna, "Improvements to the
-    Levenberg-Marquardt algorithm for nonlinear least-squares minimization", arXiv 1201.5885, 2012. With `bounds` a step
+    Levenberg-Marquardt algorithm for nonlinear least-squares minimization", arXiv 1201.5885, 2012. The longest step is
+    the rule of Webb, Jerad and Cartis, "An optimisation framework for the well-conditioned training of physics-informed
+    neural networks", arXiv 2607.02194, 2026, here with corrected steps, fewer lengths, and a step that is nearly the
+    best of them. With `bounds` a step
     minimises the damped model within them: the constrained method of Kanzow, Yamashita and Fukushima,
     "Levenberg-Marquardt methods with strong local convergence properties for solving nonlinear equations with convex
     constraints", Journal of Computational and Applied Mathematics 172, 2004; the second-order correction is of the
@@ -91,6 +102,7 @@ class LevenbergMarquardt(Minimizer):
         tolerance_change: float = 1e-9,
         *,
         bounds: Bounds = None,
+        step: Literal["first", "longest"] = "first",
         geodesic: bool = False,
         dense: int = 5_000,
         when_data_change: Literal["forget", "keep"] = "forget",
@@ -98,8 +110,11 @@ class LevenbergMarquardt(Minimizer):
     ) -> None:
         super().__init__(locals())
 
-    _knowledge = "damping"
-    _kept = (*Minimizer._kept, "damping", "growth", "scale")
+    _kept = (*Minimizer._kept, "damping", "growth", "radius", "scale")
+
+    @property
+    def _knows(self) -> bool:
+        return "damping" in self._memory or "radius" in self._memory
 
     def _unpacked(self, key: str, value: Any) -> Any:
         return value.double().to(self._change.device) if key == "scale" else super()._unpacked(key, value)
@@ -119,24 +134,31 @@ class LevenbergMarquardt(Minimizer):
             del self._squares
 
     def _forget(self) -> None:
-        for key in ("damping", "growth", "scale"):
+        for key in ("damping", "growth", "radius", "scale"):
             self._memory.pop(key, None)
 
     def _advance(self, run: Search) -> float | None:
+        model = self._model(run.here)
+        if self._group["step"] == "first":
+            return self._first(run, model)
+        if isinstance(model, DenseModel):
+            return self._longest(run, model)
+        raise ValueError(
+            f"step='longest' takes the eigenvalues of the matrix, which is made for at most `dense` = "
+            f"{self._group['dense']:,} parameters, and f has {self._squares.size:,}: give `dense`, or step='first'"
+        )
+
+    def _first(self, run: Search, model: Model) -> float | None:
+        """Take the first trial that is lower, each of them damped more than the one before."""
         memory, here, after = self._memory, run.here, run.spare[0]
-        model = self._model(here)
         known: float = memory.get("damping", self._group["damping"])
         damping, growth = known, memory.get("growth", 2.0)
         if "damping" not in memory:
             damping = self._first_damping(run, model, damping)
         while damping <= MOST and run.function.evaluations < limit(self._group["max_eval"]):
-            step = self._step(model, here, damping)
-            if step is not None:
-                if self._box is None:
-                    torch.add(here.x, step.to(here.x), out=after.x)
-                else:
-                    self._box.place(here.x, step.to(here.x), after.x)
-                    step = (after.x - here.x).to(step)
+            (found,) = self._steps(model, here, [damping])
+            if found is not None:
+                step = self._move(here, found[0], after.x)
                 if torch.equal(after.x, here.x):
                     break
                 run.function.at(after)
@@ -144,18 +166,10 @@ class LevenbergMarquardt(Minimizer):
                 if not after.finite:
                     run.function.not_finite += 1
                 elif self._is_better(run, here, after, model.scale):
-                    predicted = model.decrease(step)
-                    gain = (here.f - after.f) / predicted if predicted > self._rounding(run) else 1.0
+                    gain = self._ratio(run, found[1], after.f)
                     memory["damping"] = max(damping * _change_of_damping(gain), LEAST)
                     memory["growth"] = 2.0
-                    torch.sub(after.x, here.x, out=self._change)
-                    self._settled = self._is_small(here, model, step) and self._is_small(
-                        here, model, self._minimum(model, here, LEAST)
-                    )
-                    run.here, run.spare, run.change = after, [here, *run.spare[1:]], norm(self._change)
-                    self._keep_lowest(run, here)
-                    if memory.get("on_trial"):
-                        self._judge(run, damping / known)
+                    self._take(run, model, step, found[1], damping / known)
                     return 1.0
             damping, growth = damping * growth, growth * 2
         if damping > MOST or run.function.evaluations < limit(self._group["max_eval"]):
@@ -163,6 +177,78 @@ class LevenbergMarquardt(Minimizer):
         else:
             memory["damping"], memory["growth"] = damping, growth
         return None
+
+    def _longest(self, run: Search, model: DenseModel) -> float | None:
+        """Take the longest trial at which the model still describes f: of several around the last length, and then of
+        some between the longest good one and the next."""
+        memory, here, after = self._memory, run.here, run.spare[0]
+        known: float = memory.get("radius") or _size(model, here) or 1.0
+        lengths = around(known)
+        while run.function.evaluations < limit(self._group["max_eval"]):
+            trials = self._trials(run, model, lengths)
+            best = longest(trials)
+            if best is not None and best + 1 < len(trials):
+                ends = trials[best], trials[best + 1]
+                trials = [ends[0], *self._trials(run, model, between(ends[0].length, ends[1].length))]
+                best = longest(trials)
+            if best is not None and model.refine(trials[best].damping):
+                continue
+            if best is not None:
+                copy(trials[best].x, after.x)
+                run.function.at(after)
+                self._vector.write(here.x)
+                if after.finite and self._is_better(run, here, after, model.scale):
+                    length = memory["radius"] = trials[best].length
+                    self._take(run, model, trials[best].step, trials[best].predicted, length / known)
+                    return length
+            elif not trials or torch.equal(trials[-1].x, here.x):
+                break
+            lengths = lengths / WINDOW**2
+        if run.function.evaluations < limit(self._group["max_eval"]):
+            self._forget()
+        else:
+            memory["radius"] = float(lengths[-1])
+        return None
+
+    def _trials(self, run: Search, model: DenseModel, lengths: torch.Tensor) -> list[Trial]:
+        """Evaluate f at the ends of the steps of these lengths, all of them at once."""
+        here, found = run.here, []
+        dampings = model.dampings(lengths).tolist()
+        for length, damping, step in zip(lengths.tolist(), dampings, self._steps(model, here, dampings), strict=True):
+            if step is not None:
+                x = self._vector.empty()
+                found.append(Trial(length, damping, self._move(here, step[0], x), step[1], x))
+        losses = self._squares.losses(torch.stack([trial.x for trial in found])).tolist() if found else []
+        run.function.evaluations += len(losses)
+        run.function.not_finite += sum(map(math.isinf, losses))
+        ratios = [self._ratio(run, trial.predicted, f) for trial, f in zip(found, losses, strict=True)]
+        return [trial._replace(ratio=ratio) for trial, ratio in zip(found, ratios, strict=True)]
+
+    def _move(self, here: Point, step: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Write the end of the step, within the bounds, to `out`; return the step from here to there."""
+        if self._box is None:
+            torch.add(here.x, step.to(here.x), out=out)
+            return step
+        self._box.place(here.x, step.to(here.x), out)
+        return (out - here.x).to(step)
+
+    def _ratio(self, run: Search, predicted: float, f: float) -> float:
+        """Return by how much f falls from here to `f`, as a fraction of the predicted decrease; 1 where that is
+        rounding."""
+        return (run.here.f - f) / predicted if predicted > self._rounding(run) else 1.0
+
+    def _take(self, run: Search, model: Model, step: torch.Tensor, predicted: float, ratio: float) -> None:
+        """Go to the trial, the end of this step, at `ratio` times the known damping or length."""
+        here, after = run.here, run.spare[0]
+        torch.sub(after.x, here.x, out=self._change)
+        self._settled = self._is_small(here, model, step, predicted)
+        if self._settled:
+            longer = self._minimum(model, here, LEAST)
+            self._settled = longer is not None and self._is_small(here, model, longer, model.decrease(longer))
+        run.here, run.spare, run.change = after, [here, *run.spare[1:]], norm(self._change)
+        self._keep_lowest(run, here)
+        if self._memory.get("on_trial"):
+            self._judge(run, ratio)
 
     def _first_damping(self, run: Search, model: Model, damping: float) -> float:
         """Return the damping of the first step, which must not be longer than the parameters: a model dominated by few
@@ -175,12 +261,12 @@ class LevenbergMarquardt(Minimizer):
             damping *= LONGER
         return damping
 
-    def _is_small(self, here: Point, model: Model, step: torch.Tensor | None) -> bool:
+    def _is_small(self, here: Point, model: Model, step: torch.Tensor, predicted: float) -> bool:
         """Tell whether a step promises a decrease, or a move, within the tolerance."""
-        if step is None:
-            return False
         part: float = self._group["tolerance_change"]
-        return _length(model, step) < part * _size(model, here) or model.decrease(step) < part**2 * abs(here.f)
+        if not part:  # the decrease may be less than 0 by rounding
+            return False
+        return _length(model, step) < part * _size(model, here) or predicted < part**2 * abs(here.f)
 
     def _changed_little(self, run: Search, f: float) -> bool:
         rounding = torch.finfo(self._vector.dtype).eps ** 2 * run.start
@@ -201,14 +287,15 @@ class LevenbergMarquardt(Minimizer):
                     f"the sum of the squares is {loss:.9g} where f is {here.f:.9g}: f has to be the mean squares of "
                     "the terms and nothing else, and the same at each evaluation"
                 )
-            model = DenseModel(vector, matrix, before, each=self._group["scaling"] != "identity")
+            again = self._squares.in_basis if self._vector.dtype is torch.float64 else None
+            model = DenseModel(vector, matrix, before, self._group["scaling"] != "identity", again)
         memory["scale"] = model.scale
         return model
 
     def _minimum(self, model: Model, here: Point, damping: float) -> torch.Tensor | None:
         """Return the step to the minimum of the damped model, within the bounds; None if it has none."""
         if self._box is None:
-            return model.solve(model.vector.neg(), damping)
+            return model.minimum(damping)
 
         def after(step: torch.Tensor) -> torch.Tensor:
             return model.vector + model.times(step) + damping * model.scale * step
@@ -220,21 +307,30 @@ class LevenbergMarquardt(Minimizer):
 
         return self._box.step(here.x, model.vector, solve)
 
-    def _step(self, model: Model, here: Point, damping: float) -> torch.Tensor | None:
-        """Return the step at this damping; None if the model has none that can be trusted."""
-        step = self._minimum(model, here, damping)
-        if step is None or not self._group["geodesic"]:
-            return step
-        free = None if self._box is None else self._box.leaves(here.x, step).double()
+    def _steps(self, model: Model, here: Point, dampings: Sequence[float]) -> list[tuple[torch.Tensor, float] | None]:
+        """Return the steps at these dampings, each with the decrease of f that the model predicts, which is meant to be
+        that of a step with its correction, too; None where the model has no step that can be trusted."""
+        minima = [self._minimum(model, here, damping) for damping in dampings]
+        steps = [None if step is None else (step, model.decrease(step)) for step in minima]
+        there = [(i, *step) for i, step in enumerate(steps) if step is not None]
+        if not there or not self._group["geodesic"]:
+            return steps
         try:
-            force = self._squares.acceleration(step.to(self._vector.dtype)).double().neg()
-            bend = model.solve(force if free is None else force * free, damping, free)
-        except NonFiniteError:  # the residuals are not finite along the step: its trial decides
+            directions = torch.stack([step for _, step, _ in there])
+            forces = self._squares.accelerations(directions.to(self._vector.dtype)).double().neg()
+        except NonFiniteError:  # the residuals are not finite along a step: its trial decides
+            return steps
+        for (i, step, predicted), force in zip(there, forces, strict=True):
+            steps[i] = self._bent(model, here, step, force, dampings[i]), predicted
+        return steps
+
+    def _bent(self, model: Model, here: Point, step: torch.Tensor, force: torch.Tensor, damping: float) -> torch.Tensor:
+        """Return the step with its correction of second order, or as it is if that is large."""
+        free = None if self._box is None else self._box.leaves(here.x, step).double()
+        bend = model.solve(force if free is None else force * free, damping, free)
+        if bend is None or _length(model, bend) > BENT * _length(model, step):
             return step
-        if bend is None:
-            return step
-        length, more = _length(model, step), _length(model, bend)
-        return step + bend / 2 if more <= BENT * length else step
+        return step + bend / 2
 
     def _is_better(self, run: Search, here: Point, after: Point, scale: torch.Tensor) -> bool:
         """Tell whether the trial is lower; if only rounding differs, whether its gradient is smaller."""

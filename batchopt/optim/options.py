@@ -37,6 +37,7 @@ _RULES = {
 _KINDS = {Real: "a number", int: "an int", bool: "a bool"}
 _CHOICES = {
     "line_search_fn": ("strong_wolfe", "armijo", None),
+    "step": ("first", "longest"),
     "scaling": ("diagonal", "identity"),
     "when_data_change": ("forget", "keep"),
 }

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from batchopt.optim.algebra import largest, power_of_two
+from batchopt.optim.spectrum import InBasis, Spectrum
 
 # Conjugate gradients end when the residual is this fraction of the right-hand side, or after this many products.
 ACCURACY, MOST = 1e-3, 250
@@ -27,6 +28,9 @@ class Model(Protocol):
     vector: torch.Tensor
     scale: torch.Tensor
 
+    def minimum(self, damping: float) -> torch.Tensor | None:
+        """Return the step to the minimum of the damped model; None as in `solve`."""
+
     def solve(self, right: torch.Tensor, damping: float, free: torch.Tensor | None = None) -> torch.Tensor | None:
         """Return s with (JᵀWJ + damping D) s = right; None if the matrix is not numerically positive definite. `free`:
         1 for elements of s and rows of the matrix that are meant, 0 for those that are 0, as they are in `right`."""
@@ -40,12 +44,17 @@ class Model(Protocol):
 
 class DenseModel:
     """The model with the matrix itself. `each`: the scale is the matrix's diagonal, at least `before`; else one number,
-    fixed once."""
+    fixed once. `again` sums over the rows once more, where that gains digits."""
 
     def __init__(
-        self, vector: torch.Tensor, matrix: torch.Tensor, before: torch.Tensor | None, each: bool = True
+        self,
+        vector: torch.Tensor,
+        matrix: torch.Tensor,
+        before: torch.Tensor | None,
+        each: bool = True,
+        again: InBasis | None = None,
     ) -> None:
-        self.vector, self._matrix = vector, matrix
+        self.vector, self._matrix, self._again = vector, matrix, again
         diagonal = matrix.diagonal()
         if before is not None and not each:
             self.scale = before
@@ -58,9 +67,18 @@ class DenseModel:
         self._roots = self.scale.sqrt()
         self._scaled = matrix / self._roots / self._roots[:, None]
         self._factors: tuple[float, torch.Tensor | None] = math.nan, None
+        self._spectrum: Spectrum | None = None
+
+    def minimum(self, damping: float) -> torch.Tensor | None:
+        """See `Model`."""
+        if self._spectrum is not None:
+            return self._spectrum.minimum(damping) / self._roots
+        return self.solve(-self.vector, damping)
 
     def solve(self, right: torch.Tensor, damping: float, free: torch.Tensor | None = None) -> torch.Tensor | None:
         """See `Model`."""
+        if self._spectrum is not None and free is None:
+            return self._spectrum.solve(right / self._roots, damping) / self._roots
         if free is not None or self._factors[0] != damping:
             damped = self._scaled.clone() if free is None else self._scaled * free * free[:, None]
             damped.diagonal().add_(damping if free is None else torch.where(free == 0, 1.0, damping))
@@ -80,6 +98,22 @@ class DenseModel:
         """See `Model`."""
         return -float(2 * step @ self.vector + step @ (self._matrix @ step))
 
+    def dampings(self, lengths: torch.Tensor) -> torch.Tensor:
+        """Return the damping at which the step to the minimum has each of these lengths, measured by the scale. From
+        here on steps are found by singular values, and may be longer than rounding allows by a factorisation."""
+        if self._spectrum is None:
+            self._spectrum = Spectrum.of(self.vector / self._roots, self._scaled)
+        return self._spectrum.dampings(lengths)
+
+    def refine(self, damping: float) -> bool:
+        """Sum over the rows once more, for steps at this damping, if the first sum has too few digits for these; return
+        whether it had."""
+        again, spectrum = self._again, self._spectrum
+        if again is None or spectrum is None or not spectrum.loses(damping):
+            return False
+        self._spectrum, self._again = spectrum.refined(lambda basis: again(basis / self._roots[:, None])), None
+        return True
+
 
 class ProductModel:
     """The model with products alone; the scale is one number, the curvature along the first gradient."""
@@ -97,6 +131,10 @@ class ProductModel:
     def times(self, v: torch.Tensor) -> torch.Tensor:
         """See `Model`."""
         return self._products.gauss_newton(v).double()
+
+    def minimum(self, damping: float) -> torch.Tensor | None:
+        """See `Model`."""
+        return self.solve(-self.vector, damping)
 
     def solve(self, right: torch.Tensor, damping: float, free: torch.Tensor | None = None) -> torch.Tensor | None:
         """Solve by conjugate gradients (Hestenes and Stiefel, 1952), to their accuracy; see `Model`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
@@ -10,7 +11,7 @@ from torch.nn.functional import pad
 
 from batchopt.optim.quadratic import Products
 from batchopt_workers.functions.jacobian import ROOM, dense, product_with
-from batchopt_workers.functions.least_squares import PROBE, moved
+from batchopt_workers.functions.least_squares import numbers_of, placed, second_difference
 from batchopt_workers.functions.squares import checked
 from batchopt_workers.life.torch_settings import differentiable_twice
 from batchopt_workers.wire.layout import reals
@@ -27,11 +28,14 @@ class Squares(Products, Protocol):
     def __call__(self) -> torch.Tensor | float:
         """Evaluate f and df/dX at the parameters."""
 
-    def normal(self, limit: int) -> tuple[float, torch.Tensor, torch.Tensor]:
-        """Return f, JᵀWr and JᵀWJ at the parameters, in float64."""
+    def normal(self, limit: int, basis: torch.Tensor | None = None) -> tuple[float, torch.Tensor, torch.Tensor]:
+        """Return f, JᵀWr and JᵀWJ at the parameters, in float64; of J times the `basis`, shape `(n, k)`, if given."""
 
-    def acceleration(self, v: torch.Tensor) -> torch.Tensor:
-        """Return JᵀW times the second derivative of r along `v`."""
+    def accelerations(self, directions: torch.Tensor) -> torch.Tensor:
+        """Return JᵀW times the second derivative of r along each of these rows: shape `(k, n)`."""
+
+    def losses(self, points: torch.Tensor) -> torch.Tensor:
+        """Return f at each of the points, shape `(K, n)`: shape `(K,)`, float64, infinity where it is not finite."""
 
 
 class SquaresOver:
@@ -49,6 +53,14 @@ class SquaresOver:
         # the index of each element in the closure's vectors, which are padded with a 0
         self._places = torch.cat(places)
         self._alike = torch.equal(self._places, torch.arange(self.size))
+
+    def losses(self, points: torch.Tensor) -> torch.Tensor:
+        """See `Squares`: what is not among ours stays."""
+        if not self._alike:
+            whole = pad(numbers_of(self._squares.parameters), (0, 1)).repeat(len(points), 1)
+            whole[:, self._places] = points.to(whole)
+            points = whole[:, :-1]
+        return self._squares.losses(points)
 
     def _ours(self, vector: torch.Tensor) -> torch.Tensor:
         vector = vector.to(self._device)  # a batch's sums over workers are on the CPU
@@ -69,13 +81,20 @@ class SquaresOver:
             matrix = pad(matrix, (0, 1, 0, 1))[self._places[:, None], self._places]
         return loss, self._ours(vector), matrix
 
+    def in_basis(self, basis: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return JᵀWr and JᵀWJ of J times the basis, whose rows are of our parameters."""
+        theirs = basis if self._alike else torch.stack([self._theirs(column) for column in basis.T], 1)
+        _, vector, matrix = self._squares.normal(self.size, theirs)
+        return vector.to(self._device), matrix.to(self._device)
+
     def gauss_newton(self, v: torch.Tensor) -> torch.Tensor:
         """See `Products`."""
         return self._ours(self._squares.gauss_newton(self._theirs(v)))
 
-    def acceleration(self, v: torch.Tensor) -> torch.Tensor:
+    def accelerations(self, directions: torch.Tensor) -> torch.Tensor:
         """See `Squares`."""
-        return self._ours(self._squares.acceleration(self._theirs(v)))
+        theirs = torch.stack([self._theirs(direction) for direction in directions])
+        return torch.stack([self._ours(row) for row in self._squares.accelerations(theirs)])
 
 
 # `closure()` returns a tensor of residuals, of any shape but a scalar's.
@@ -97,15 +116,17 @@ class ResidualSquares:
             parameter.grad = gradient
         return residuals.detach().double().square().sum()
 
-    def normal(self, limit: int) -> tuple[float, torch.Tensor, torch.Tensor]:
+    def normal(self, limit: int, basis: torch.Tensor | None = None) -> tuple[float, torch.Tensor, torch.Tensor]:
         """See `Squares`."""
         with torch.enable_grad():
             residuals = self._residuals().reshape(-1)
-        vector = torch.zeros(self._size, dtype=torch.float64, device=residuals.device)
-        matrix = vector.new_zeros(self._size, self._size)
+        columns = self._size if basis is None else basis.shape[1]
+        vector = torch.zeros(columns, dtype=torch.float64, device=residuals.device)
+        matrix = vector.new_zeros(columns, columns)
         values, count = residuals.detach().double(), max(ROOM // (8 * self._size), 1)
         for start in range(0, len(residuals), count):
             rows = self._rows(residuals, range(start, min(start + count, len(residuals)))).double()
+            rows = rows if basis is None else rows @ basis
             vector.addmv_(rows.T, values[start : start + count])
             matrix.addmm_(rows.T, rows)
         return float(values.square().sum()), vector, matrix
@@ -115,14 +136,23 @@ class ResidualSquares:
         residuals = self._residuals()
         return self._joined(self._backward(residuals, self._along(residuals, v)))
 
-    def acceleration(self, v: torch.Tensor) -> torch.Tensor:
+    def accelerations(self, directions: torch.Tensor) -> torch.Tensor:
         """See `Squares`: by finite differences, like `BatchOptimizer.closure`."""
         residuals = self._residuals()
-        along = self._along(residuals, v)
-        with moved(self.parameters, v * PROBE):
-            ahead = self._residuals().detach()
-        second = ((ahead - residuals.detach()) / PROBE - along) * (2 / PROBE)
-        return self._joined(self._backward(residuals, second))
+        found = []
+        for direction in directions.to(self.parameters[0].dtype.to_real()):
+            second = second_difference(residuals, self._residuals, self.parameters, direction)
+            found.append(self._joined(self._backward(residuals, second)))
+        return torch.stack(found)
+
+    def losses(self, points: torch.Tensor) -> torch.Tensor:
+        """See `Squares`."""
+        found = []
+        for point in points:
+            with placed(self.parameters, point):
+                f = self._residuals().detach().double().square().sum()
+            found.append(f.nan_to_num(nan=math.inf, posinf=math.inf))
+        return torch.stack(found)
 
     def _residuals(self) -> torch.Tensor:
         with torch.enable_grad(), differentiable_twice():

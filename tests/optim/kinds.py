@@ -41,6 +41,8 @@ OF_SQUARES: dict[str, Make] = {
     "lm identity": functools.partial(batchopt.LevenbergMarquardt, scaling="identity"),
     "lm geodesic": functools.partial(batchopt.LevenbergMarquardt, geodesic=True),
     "lm in a box": boxed(batchopt.LevenbergMarquardt),
+    "lm longest": functools.partial(batchopt.LevenbergMarquardt, step="longest", geodesic=True),
+    "lm longest in a box": boxed(functools.partial(batchopt.LevenbergMarquardt, step="longest")),
     "lm products": functools.partial(batchopt.LevenbergMarquardt, dense=0),
 }
 KINDS = {**SEARCHES, **OF_SQUARES}
@@ -87,6 +89,10 @@ class _Noted(ResidualSquares):
 
     def __call__(self) -> torch.Tensor:
         return self._note(super().__call__)
+
+    def losses(self, points: torch.Tensor) -> torch.Tensor:
+        one = super().losses
+        return torch.stack([self._note(functools.partial(lambda at: one(at)[0], point[None])) for point in points])
 
 
 class Problem:

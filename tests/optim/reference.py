@@ -151,3 +151,46 @@ def box_quadratic(
         if f < lowest and bool((lower <= x).all() and (x <= upper).all()):
             best, lowest = x, f
     return best
+
+
+def longest_step(
+    residuals: Function, x: torch.Tensor, scale: torch.Tensor, length: float, bend: bool
+) -> tuple[torch.Tensor, float]:
+    """The end of a Gauss-Newton step whose lengths are measured by `scale`, the longest of several around `length`
+    whose decrease is a tenth of the predicted one, and half of that of the best; and its length."""
+    r, jacobian = residuals(x), torch.func.jacrev(residuals)(x)
+    matrix, vector = jacobian.T @ jacobian, jacobian.T @ r
+
+    def size(step: torch.Tensor) -> float:
+        return float((scale * step**2).sum().sqrt())
+
+    def damped(right: torch.Tensor, damping: float) -> torch.Tensor:
+        return torch.as_tensor(torch.linalg.solve(matrix + damping * scale.diag(), right))
+
+    def of_length(length: float) -> tuple[torch.Tensor, float, float]:
+        """The step, by how much it lowers f, and how much that was predicted to be."""
+        low, high = -100.0, 100.0
+        for _ in range(100):
+            middle = (low + high) / 2
+            low, high = (middle, high) if size(damped(-vector, 10.0**middle)) > length else (low, middle)
+        step = damped(-vector, 10.0**high)
+        predicted = -float(2 * step @ vector + step @ matrix @ step)
+        if bend:
+            second = (r - 2 * residuals(x + 0.1 * step) + residuals(x + 0.2 * step)) / 0.01
+            more = damped(-(jacobian.T @ second), 10.0**high)
+            step = step + more / 2 if size(more) <= 0.75 * size(step) else step
+        return step, float(r.square().sum() - residuals(x + step).square().sum()), predicted
+
+    def longest(lengths: list[float]) -> int:
+        falls = [of_length(length)[1:] for length in lengths]
+        good = [fall for fall, predicted in itertools.takewhile(lambda one: one[0] >= 0.1 * one[1], falls)]
+        return max((i for i, fall in enumerate(good) if fall >= 0.5 * max(good)), default=-1)
+
+    lengths = [length * 3.0**power for power in (-1, -1 / 3, 1 / 3, 1)]
+    while (best := longest(lengths)) < 0:
+        lengths = [length / 9 for length in lengths]
+    if best + 1 < len(lengths):
+        low, high = lengths[best : best + 2]
+        lengths = [low, low * (high / low) ** (1 / 3), low * (high / low) ** (2 / 3)]
+        best = longest(lengths)
+    return x + of_length(lengths[best])[0], lengths[best]

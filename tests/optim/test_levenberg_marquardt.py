@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
+import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +26,9 @@ TIMES = torch.linspace(0.0, 3.0, 20, dtype=torch.float64)
 START = torch.tensor([1.0, 0.2, 0.5], dtype=torch.float64)
 VALLEY = torch.tensor([-1.2, 1.0], dtype=torch.float64)
 OPTIONS = pytest.mark.parametrize(
-    "options", [{}, {"geodesic": True}, {"dense": 0}], ids=["dense", "geodesic", "products"]
+    "options",
+    [{}, {"geodesic": True}, {"dense": 0}, {"step": "longest", "geodesic": True}],
+    ids=["dense", "geodesic", "products", "longest"],
 )
 
 
@@ -41,6 +46,47 @@ def test_steps_are_those_of_a_slow_one(residuals: Function, start: torch.Tensor)
     problem.optimizer.callback = lambda _: found.append(problem.x)
     problem.step()
     torch.testing.assert_close(torch.stack(found[: len(expected)]), torch.stack(expected), rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("bend", [False, True])
+@pytest.mark.parametrize("residuals, start", [(decay, START), (valley, VALLEY)])
+def test_the_longest_steps_are_those_of_a_slow_one(residuals: Function, start: torch.Tensor, bend: bool) -> None:
+    found: list[tuple[torch.Tensor, float]] = []
+    problem = Problem(KINDS["lm"], residuals, start, step="longest", geodesic=bend, max_iter=3, **NO_END)
+    problem.optimizer.callback = lambda point: found.append((problem.x, point.step))
+    problem.step()
+    x, scale, length = start, torch.zeros_like(start), 0.0
+    for after, own in found:
+        scale = torch.maximum(scale, torch.func.jacrev(residuals)(x).square().sum(0))
+        x, length = reference.longest_step(residuals, x, scale, length or float((scale * x**2).sum().sqrt()), bend)
+        torch.testing.assert_close(after, x, rtol=1e-9, atol=1e-10)
+        assert own == pytest.approx(length, rel=1e-10)
+
+
+def test_singular_values_below_rounding_of_the_matrix_are_used() -> None:
+    """Of the normal equations' matrix those below 1e-8 of the largest are rounding."""
+    random = torch.Generator().manual_seed(0)
+    left, right = (torch.linalg.qr(torch.randn(n, 12, generator=random).double()).Q for n in (30, 12))
+    rows = left * torch.logspace(0, -11, 12).double() @ right.T
+    x = nn.Parameter(torch.zeros(12, dtype=torch.float64))
+    options: dict[str, Any] = {"scaling": "identity", "max_iter": 60, **NO_END}
+    LevenbergMarquardt([x], step="longest", **options).step(lambda: rows @ (x - right.sum(1)))
+    along = right.T @ x.detach()
+    torch.testing.assert_close(along[:11], torch.ones(11, dtype=torch.float64), rtol=1e-3, atol=0.0)
+
+
+def test_where_the_longest_step_cannot_be_found_it_is_told() -> None:
+    x = nn.Parameter(START.clone())
+    with pytest.raises(ValueError, match=r"at most `dense` = 2 parameters, and f has 3"):
+        LevenbergMarquardt([x], step="longest", dense=2).step(lambda: decay(x))
+
+
+def test_lengths_at_which_f_is_not_finite_are_only_too_long() -> None:
+    x = nn.Parameter(torch.tensor([20.0], dtype=torch.float64))
+    optimizer = LevenbergMarquardt([x], step="longest")
+    optimizer.step(lambda: x.log() - 1.0)
+    result = optimizer.result
+    assert result is not None and result.not_finite > 0 and result.f < 1e-20
 
 
 def test_after_a_trial_that_failed_products_are_those_of_the_point_all_the_same() -> None:
@@ -68,10 +114,10 @@ def test_damping_survives_another_function_if_it_is_told_to() -> None:
 
 
 def test_a_second_order_that_is_not_finite_leaves_the_step_straight(monkeypatch: pytest.MonkeyPatch) -> None:
-    def bad(squares: ResidualSquares, v: torch.Tensor) -> torch.Tensor:
+    def bad(squares: ResidualSquares, directions: torch.Tensor) -> torch.Tensor:
         raise NonFiniteError("second derivative is not finite", 0, range(0), 0, 1)
 
-    monkeypatch.setattr(ResidualSquares, "acceleration", bad)
+    monkeypatch.setattr(ResidualSquares, "accelerations", bad)
     bent, straight = (Problem(KINDS["lm"], decay, START, geodesic=bends, **NO_END) for bends in (True, False))
     assert bent.step().f == straight.step().f
 
@@ -186,8 +232,38 @@ def test_accelerations_are_second_derivatives() -> None:
         second = torch.func.jacrev(torch.func.jacrev(along))(torch.zeros((), dtype=torch.float64))
         rows = torch.autograd.grad((module(x) - y)[:, 0], [*named.values()], second / len(second))
         expected = torch.cat([row.flatten() for row in rows])
-        torch.testing.assert_close(extending.closure(opt).acceleration(v), expected, rtol=0.05, atol=1e-9)
+        torch.testing.assert_close(extending.closure(opt).accelerations(v[None])[0], expected, rtol=0.05, atol=1e-9)
         assert extending.closure(opt)().item() == opt.output
+
+
+class Deadly:
+    """Residuals in whose so manieth call in a worker that worker is killed, once."""
+
+    def __init__(self, folder: Path, number: int) -> None:
+        self.maker, self.fired, self.number, self.calls = os.getpid(), folder / "fired", number, 0
+
+    def __call__(self, module: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        self.calls += os.getpid() != self.maker
+        if self.calls == self.number and not self.fired.exists():
+            self.fired.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return misfit(module, inputs, targets)
+
+
+@pytest.mark.slow
+@pytest.mark.rows
+@pytest.mark.parametrize("number", [25, 3, 8, 16, 40])
+def test_longest_steps_are_the_same_for_any_number_of_workers_and_after_a_kill(tmp_path: Path, number: int) -> None:
+    def after(residual: Callable[..., torch.Tensor], workers: int) -> str:
+        lm = functools.partial(LevenbergMarquardt, step="longest", geodesic=True, max_iter=2)
+        with BatchOptimizer(
+            flow(), terms={"data": Term(residual=residual)}, optimizer=lm, parallelize=workers, chunk_size=3
+        ) as opt:
+            opt.step({"data": DATA["data"]})
+            return opt.fingerprint()
+
+    found = {after(misfit, workers) for workers in (1, 2, 3)} | {after(Deadly(tmp_path, number), 2)}
+    assert len(found) == 1 and (tmp_path / "fired").exists()
 
 
 Pick = Callable[[list[nn.Parameter]], list[nn.Parameter]]

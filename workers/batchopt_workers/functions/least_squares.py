@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -102,36 +102,53 @@ class GaussNewtonProducts:
 
 @dataclass(frozen=True)
 class Accelerations:
-    """JᵀW times the second derivative of the residuals along `direction` (shape `(n,)`): shape `(n,)`, float64.
+    """JᵀW times the second derivative of the residuals along each of the `directions` (shape `(k, n)`): shape `(k, n)`,
+    float64.
 
-    It uses differences of the residuals over a tenth of the direction, as recommended by Transtrum and Sethna
+    It uses differences of the residuals over a tenth of a direction, as recommended by Transtrum and Sethna
     ("Improvements to the Levenberg-Marquardt algorithm", 2012): it only corrects a step, so little accuracy is needed.
     """
 
-    direction: torch.Tensor
+    directions: torch.Tensor
 
     def __call__(self, piece: Piece, context: PieceContext) -> torch.Tensor:
         found = context.residuals()
         values = found.values()
-        direction = self.direction.to(values.device)
+        directions = self.directions.to(values.device)
+        products = torch.zeros(directions.shape, dtype=torch.float64, device=values.device)
         if context.weight == 0.0:
-            return torch.zeros(len(direction), dtype=torch.float64, device=values.device)
-        along = found.jacobian.times(values, direction)
-        with moved(context.parameters, direction * PROBE), torch.no_grad():
-            ahead = found.values().detach()
-        second = ((ahead - values.detach()) / PROBE - along).mul_(2 / PROBE).mul_(_metric(context, found, values))
-        return found.jacobian.transposed_times(values, second)
+            return products
+        metric = _metric(context, found, values)
+        for direction, product in zip(directions, products, strict=True):
+            second = second_difference(values, lambda: found.values(), context.parameters, direction)
+            product.copy_(found.jacobian.transposed_times(values, second.mul_(metric), keep=True))
+        return products
+
+
+def second_difference(
+    values: torch.Tensor,
+    again: Callable[[], torch.Tensor],
+    parameters: Sequence[torch.Tensor],
+    direction: torch.Tensor,
+) -> torch.Tensor:
+    """Return the second derivative of residuals along a direction by differences ahead, within the step that it is, so
+    that no bound is passed. `again()` evaluates the residuals, which are `values` at the parameters."""
+    x, ahead = numbers_of(parameters), []
+    for part in (PROBE, 2 * PROBE):
+        with placed(parameters, x + direction * part), torch.no_grad():
+            ahead.append(again().detach())
+    return (values.detach() - 2 * ahead[0] + ahead[1]).div_(PROBE**2)
 
 
 @contextmanager
-def moved(parameters: Sequence[torch.Tensor], change: torch.Tensor) -> Iterator[None]:
-    """Move the parameters by `change` for the body."""
+def placed(parameters: Sequence[torch.Tensor], x: torch.Tensor) -> Iterator[None]:
+    """Set the parameters to the numbers `x`, shape `(n,)`, for the body."""
     before = [parameter.data for parameter in parameters]
     start = 0
     try:
         for parameter in parameters:
             stop = start + reals(parameter.data).numel()
-            parameter.data = parameter.data + in_form_of(parameter, change[start:stop])
+            parameter.data = in_form_of(parameter, x[start:stop])
             start = stop
         yield
     finally:
@@ -139,15 +156,21 @@ def moved(parameters: Sequence[torch.Tensor], change: torch.Tensor) -> Iterator[
             parameter.data = data
 
 
+def numbers_of(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the real numbers of the parameters, shape `(n,)`."""
+    return torch.cat([reals(parameter.detach()).reshape(-1) for parameter in parameters])
+
+
 @dataclass(frozen=True)
 class NormalSums:
     """f, half of its gradient and JᵀWJ, in float64. W has the weights of the squares in f, times the curvature of a
     robust loss. The matrix is given by its stripes of columns, `stripes` as `(start, stop)`, from the diagonal on.
     `each`: number of rows that took a backward of their own. `known`: the residuals and the Jacobian of the batch, with
-    a row for each sample, if they are."""
+    a row for each sample, if they are. `basis`, shape `(n, k)`: of J times this in place of J."""
 
     stripes: tuple[tuple[int, int], ...]
     known: tuple[torch.Tensor, torch.Tensor] | None = None
+    basis: torch.Tensor | None = None
     _room: dict[int, torch.Tensor] = field(default_factory=dict, compare=False)
 
     def __call__(self, piece: Piece, context: PieceContext) -> dict[str, object]:
@@ -160,6 +183,7 @@ class NormalSums:
         blocks = found.blocks() if self.known is None else [self._block(self.known, piece.indices)]
         for block in blocks if context.weight != 0.0 else ():
             values, rows = block.residuals.to("cpu", torch.float64), block.rows.to("cpu", torch.float64)
+            rows = rows if self.basis is None else rows @ self.basis
             weights, own = found.sample_weight, slice(samples, samples + block.samples)
             each = of_residuals(None if weights is None else weights.reshape(-1)[own], values)
             residuals, samples = residuals + len(values), own.stop
