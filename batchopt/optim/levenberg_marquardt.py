@@ -123,8 +123,8 @@ class LevenbergMarquardt(Minimizer):
     def step(  # type: ignore[override]
         self, closure: Closure, *, watch: Watch = NOBODY
     ) -> torch.Tensor | float:
-        """See `Minimizer.step`. `closure()` returns residuals, a tensor with at least one dimension; or it also has
-        `parameters`, `normal`, `gauss_newton` and `acceleration`, like `BatchOptimizer.closure`."""
+        """See `Minimizer.step`. `closure()` returns residuals, a tensor with at least one dimension; or it is `Squares`,
+        like `BatchOptimizer.closure`."""
         given: Any = closure  # returns residuals, where it is no `Squares`
         squares = given if isinstance(given, Squares) else ResidualSquares(given, self._group["params"])
         self._squares = SquaresOver(squares, self._group["params"])
