@@ -87,10 +87,10 @@ class Squares:
         self._trace.record(f)
         return f
 
-    def normal(self, limit: int, basis: torch.Tensor | None = None) -> tuple[float, torch.Tensor, torch.Tensor]:
+    def normal(self, limit: int, basis: Any = None) -> tuple[float, torch.Tensor, torch.Tensor]:
         """f, JᵀWr and JᵀWJ."""
         residuals, jacobian = self._rows()
-        jacobian = jacobian if basis is None else jacobian @ basis
+        jacobian = jacobian if basis is None else basis.of(jacobian)
         return float(residuals @ residuals), jacobian.T @ residuals, jacobian.T @ jacobian
 
     def gauss_newton(self, v: torch.Tensor) -> torch.Tensor:

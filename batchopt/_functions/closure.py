@@ -11,6 +11,7 @@ from batchopt._engine.engine import Engine
 from batchopt._functions.derivatives import evaluate_many
 from batchopt._functions.least_squares import Normal, accelerations, gauss_newton_product, normal
 from batchopt.errors import BatchoptError
+from batchopt_workers.functions.subspace import Basis
 from batchopt_workers.wire.layout import Layout
 
 
@@ -31,8 +32,8 @@ class Closure:
         """Evaluate f and df/dX, like `BatchOptimizer.evaluate`."""
         return self._evaluate()
 
-    def normal(self, limit: int, basis: torch.Tensor | None = None) -> Normal:
-        """Return the normal equations, like `BatchOptimizer.normal`; of J times the `basis`, shape `(n, k)`, if
+    def normal(self, limit: int, basis: Basis | None = None) -> Normal:
+        """Return the normal equations, like `BatchOptimizer.normal`; of J times the vectors of the `basis`, if
         given."""
         return normal(self._engine, limit, basis)
 

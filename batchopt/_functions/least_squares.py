@@ -27,6 +27,7 @@ from batchopt_workers.functions.least_squares import (
     stripes,
 )
 from batchopt_workers.functions.squares import MeanSquare, of_residuals, squares_of
+from batchopt_workers.functions.subspace import Basis
 from batchopt_workers.functions.task import PieceFunction, Task
 
 # Default limit of the number of parameters for which a matrix is made.
@@ -117,18 +118,17 @@ def accelerations(engine: Engine, directions: torch.Tensor) -> torch.Tensor:
     return found.to(engine.subject.x.dtype)
 
 
-def normal(engine: Engine, limit: int, basis: torch.Tensor | None = None) -> Normal:
-    """Return the normal equations of the loaded batch; of J times the `basis`, shape `(n, k)`, if given. Raises
+def normal(engine: Engine, limit: int, basis: Basis | None = None) -> Normal:
+    """Return the normal equations of the loaded batch; of J times the vectors of the `basis`, if given. Raises
     `ValueError` for more than `limit` parameters."""
     _check(engine)
-    size = len(engine.parameters)
+    size = len(engine.parameters) if basis is None else basis.columns
     if size > arguments.read_count("limit", limit):
         raise ValueError(
             f"the matrix of {size:,} parameters would have {8 * size**2 / 1e9:,.1f} GB, and some in each worker: use "
             f"gauss_newton(v), its product with a vector, or give `limit`, which is {limit:,}"
         )
     step, known = engine.current_step(), jacobian_by_columns(engine)
-    size = size if basis is None else basis.shape[1]
     task = Task(NormalSums(stripes(size), known, basis), term=None)
     found = total(engine, task, step.batch, "matrix of the normal equations")
     if found["each"]:

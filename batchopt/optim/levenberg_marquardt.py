@@ -14,8 +14,9 @@ from batchopt.optim.bounds import Bounds
 from batchopt.optim.line import Closure, Point
 from batchopt.optim.longest import WINDOW, Trial, around, between, longest
 from batchopt.optim.minimizer import NOBODY, Callback, Minimizer, Search, Watch, limit
-from batchopt.optim.quadratic import DenseModel, Model, ProductModel
+from batchopt.optim.quadratic import DenseModel, Model, ProductModel, SubspaceModel
 from batchopt.optim.squares import ResidualSquares, Squares, SquaresOver
+from batchopt_workers.functions.subspace import Cosines
 
 # Largest damping, at which a step is rounding only, and smallest, which is as good as none.
 MOST, LEAST = 1e16, 1e-15
@@ -25,8 +26,6 @@ LONGER = 3.0
 BENT = 0.75
 # After a step whose decrease was the predicted one to this fraction, the damping falls by this factor.
 RIGHT, FALL = 0.1, 0.1
-# f must agree with the sum of squares of the normal equations to this fraction of the dtype's digits.
-SAME = 0.5
 
 
 class LevenbergMarquardt(Minimizer):
@@ -53,7 +52,9 @@ class LevenbergMarquardt(Minimizer):
             evaluations. Default False.
         dense: the largest number of parameters of f (`params` may be some of them) for which the matrix is made and
             factorised; for more, steps are found by conjugate gradients on its products, which need no more memory than
-            an evaluation. Default 5,000.
+            an evaluation; with `step="longest"` they are within a subspace. Default 5,000.
+        subspace: its number of dimensions: vectors of a cosine transform of the parameters, drawn anew for each
+            iteration. It takes a matrix of that size, and rows of the Jacobian of 32 MB at a time. Default 2,000.
         when_data_change: `"forget"`, the default, or `"keep"` the damping if f has changed at the parameters where the
             last step ended, or the length; it is forgotten nevertheless if the first step there needs one that differs
             by more than a factor of 100.
@@ -105,6 +106,7 @@ class LevenbergMarquardt(Minimizer):
         step: Literal["first", "longest"] = "first",
         geodesic: bool = False,
         dense: int = 5_000,
+        subspace: int = 2_000,
         when_data_change: Literal["forget", "keep"] = "forget",
         callback: Callback | None = None,
     ) -> None:
@@ -123,8 +125,8 @@ class LevenbergMarquardt(Minimizer):
     def step(  # type: ignore[override]
         self, closure: Closure, *, watch: Watch = NOBODY
     ) -> torch.Tensor | float:
-        """See `Minimizer.step`. `closure()` returns residuals, a tensor with at least one dimension; or it is `Squares`,
-        like `BatchOptimizer.closure`."""
+        """See `Minimizer.step`. `closure()` returns residuals, a tensor with at least one dimension; or it also has the
+        methods of `Squares`, like `BatchOptimizer.closure`."""
         given: Any = closure  # returns residuals, where it is no `Squares`
         squares = given if isinstance(given, Squares) else ResidualSquares(given, self._group["params"])
         self._squares = SquaresOver(squares, self._group["params"])
@@ -138,15 +140,24 @@ class LevenbergMarquardt(Minimizer):
             self._memory.pop(key, None)
 
     def _advance(self, run: Search) -> float | None:
-        model = self._model(run.here)
-        if self._group["step"] == "first":
-            return self._first(run, model)
-        if isinstance(model, DenseModel):
-            return self._longest(run, model)
-        raise ValueError(
-            f"step='longest' takes the eigenvalues of the matrix, which is made for at most `dense` = "
-            f"{self._group['dense']:,} parameters, and f has {self._squares.size:,}: give `dense`, or step='first'"
-        )
+        group, memory, squares, here = self._group, self._memory, self._squares, run.here
+        self._vector.write(here.x)  # not necessarily the last point evaluated
+        before: torch.Tensor | None = memory.get("scale")
+        if squares.size <= group["dense"]:
+            model: DenseModel | SubspaceModel = squares.dense_model(here.f, before, group["scaling"] != "identity")
+        elif group["step"] == "first":
+            products = ProductModel(squares, here.gradient.double() / 2, before)
+            memory["scale"] = products.scale
+            return self._first(run, products)
+        elif self._box is None:
+            basis = Cosines(
+                squares.size, min(group["subspace"], squares.size), memory.get("n_iter", 0) + run.iterations
+            )
+            model = squares.subspace_model(basis, here.f, here.gradient.double() / 2, before)
+        else:
+            raise ValueError("step='longest' has no bounds above `dense` parameters: give `dense`, or step='first'")
+        memory["scale"] = model.scale
+        return self._longest(run, model) if group["step"] == "longest" else self._first(run, model)
 
     def _first(self, run: Search, model: Model) -> float | None:
         """Take the first trial that is lower, each of them damped more than the one before."""
@@ -178,7 +189,7 @@ class LevenbergMarquardt(Minimizer):
             memory["damping"], memory["growth"] = damping, growth
         return None
 
-    def _longest(self, run: Search, model: DenseModel) -> float | None:
+    def _longest(self, run: Search, model: DenseModel | SubspaceModel) -> float | None:
         """Take the longest trial at which the model still describes f: of several around the last length, and then of
         some between the longest good one and the next."""
         memory, here, after = self._memory, run.here, run.spare[0]
@@ -210,7 +221,7 @@ class LevenbergMarquardt(Minimizer):
             memory["radius"] = float(lengths[-1])
         return None
 
-    def _trials(self, run: Search, model: DenseModel, lengths: torch.Tensor) -> list[Trial]:
+    def _trials(self, run: Search, model: DenseModel | SubspaceModel, lengths: torch.Tensor) -> list[Trial]:
         """Evaluate f at the ends of the steps of these lengths, all of them at once."""
         here, found = run.here, []
         dampings = model.dampings(lengths).tolist()
@@ -271,26 +282,6 @@ class LevenbergMarquardt(Minimizer):
     def _changed_little(self, run: Search, f: float) -> bool:
         rounding = torch.finfo(self._vector.dtype).eps ** 2 * run.start
         return self._settled or (self._group["tolerance_change"] > 0 and run.here.f <= rounding)
-
-    def _model(self, here: Point) -> Model:
-        """Return the model of f around the current point. Raises `ValueError` if f is not the sum of these squares."""
-        self._vector.write(here.x)  # not necessarily the last point evaluated
-        memory = self._memory
-        before: torch.Tensor | None = memory.get("scale")
-        model: Model
-        if self._squares.size > self._group["dense"]:
-            model = ProductModel(self._squares, here.gradient.double() / 2, before)
-        else:
-            loss, vector, matrix = self._squares.normal(self._group["dense"])
-            if abs(loss - here.f) > torch.finfo(self._vector.dtype).eps ** SAME * abs(here.f):
-                raise ValueError(
-                    f"the sum of the squares is {loss:.9g} where f is {here.f:.9g}: f has to be the mean squares of "
-                    "the terms and nothing else, and the same at each evaluation"
-                )
-            again = self._squares.in_basis if self._vector.dtype is torch.float64 else None
-            model = DenseModel(vector, matrix, before, self._group["scaling"] != "identity", again)
-        memory["scale"] = model.scale
-        return model
 
     def _minimum(self, model: Model, here: Point, damping: float) -> torch.Tensor | None:
         """Return the step to the minimum of the damped model, within the bounds; None if it has none."""

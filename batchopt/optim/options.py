@@ -32,6 +32,7 @@ _RULES = {
     "max_eval": _LIMIT,
     "history_size": _COUNT,
     "geodesic": _Rule(bool, "", lambda value: True),
+    "subspace": _COUNT,
     "dense": _Rule(int, ">= 0, a number of parameters", lambda value: value >= 0),
 }
 _KINDS = {Real: "a number", int: "an int", bool: "a bool"}

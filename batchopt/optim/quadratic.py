@@ -9,6 +9,7 @@ import torch
 
 from batchopt.optim.algebra import largest, power_of_two
 from batchopt.optim.spectrum import InBasis, Spectrum
+from batchopt_workers.functions.subspace import Cosines
 
 # Conjugate gradients end when the residual is this fraction of the right-hand side, or after this many products.
 ACCURACY, MOST = 1e-3, 250
@@ -113,6 +114,46 @@ class DenseModel:
             return False
         self._spectrum, self._again = spectrum.refined(lambda basis: again(basis / self._roots[:, None])), None
         return True
+
+
+class SubspaceModel:
+    """A dense `model` of f along the vectors of a `basis`, as one of f: its steps are within these."""
+
+    def __init__(self, model: DenseModel, basis: Cosines, vector: torch.Tensor) -> None:
+        self.vector, self._model, self._basis = vector, model, basis
+        self.scale = torch.full_like(vector, float(model.scale[0]))
+
+    def _lifted(self, found: torch.Tensor | None) -> torch.Tensor | None:
+        return None if found is None else self._basis.lift(found.cpu()).to(self.vector)
+
+    def _along(self, v: torch.Tensor) -> torch.Tensor:
+        return self._basis.of(v[None].cpu())[0].to(self.vector)
+
+    def minimum(self, damping: float) -> torch.Tensor | None:
+        """See `Model`."""
+        return self._lifted(self._model.minimum(damping))
+
+    def solve(self, right: torch.Tensor, damping: float, free: torch.Tensor | None = None) -> torch.Tensor | None:
+        """See `Model`; there are no bounds, and all elements are free."""
+        return self._lifted(self._model.solve(self._along(right), damping))
+
+    def times(self, v: torch.Tensor) -> torch.Tensor:
+        """See `Model`."""
+        found = self._lifted(self._model.times(self._along(v)))
+        assert found is not None
+        return found
+
+    def decrease(self, step: torch.Tensor) -> float:
+        """See `Model`."""
+        return self._model.decrease(self._along(step))
+
+    def dampings(self, lengths: torch.Tensor) -> torch.Tensor:
+        """See `DenseModel`."""
+        return self._model.dampings(lengths)
+
+    def refine(self, damping: float) -> bool:
+        """See `DenseModel`."""
+        return self._model.refine(damping)
 
 
 class ProductModel:

@@ -9,12 +9,16 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch.nn.functional import pad
 
-from batchopt.optim.quadratic import Products
+from batchopt.optim.quadratic import DenseModel, Products, SubspaceModel
 from batchopt_workers.functions.jacobian import ROOM, dense, product_with
 from batchopt_workers.functions.least_squares import numbers_of, placed, second_difference
 from batchopt_workers.functions.squares import checked
+from batchopt_workers.functions.subspace import Basis, Combined, Cosines
 from batchopt_workers.life.torch_settings import differentiable_twice
 from batchopt_workers.wire.layout import reals
+
+# f must agree with the sum of squares of the normal equations to this fraction of the dtype's digits.
+SAME = 0.5
 
 
 @runtime_checkable
@@ -28,8 +32,8 @@ class Squares(Products, Protocol):
     def __call__(self) -> torch.Tensor | float:
         """Evaluate f and df/dX at the parameters."""
 
-    def normal(self, limit: int, basis: torch.Tensor | None = None) -> tuple[float, torch.Tensor, torch.Tensor]:
-        """Return f, JᵀWr and JᵀWJ at the parameters, in float64; of J times the `basis`, shape `(n, k)`, if given."""
+    def normal(self, limit: int, basis: Basis | None = None) -> tuple[float, torch.Tensor, torch.Tensor]:
+        """Return f, JᵀWr and JᵀWJ at the parameters, in float64; of J times the vectors of the `basis`, if given."""
 
     def accelerations(self, directions: torch.Tensor) -> torch.Tensor:
         """Return JᵀW times the second derivative of r along each of these rows: shape `(k, n)`."""
@@ -44,6 +48,7 @@ class SquaresOver:
 
     def __init__(self, squares: Squares, parameters: Sequence[torch.Tensor]) -> None:
         self._squares, self._device = squares, parameters[0].device
+        self._dtype = torch.promote_types(parameters[0].dtype.to_real(), torch.float32)  # of X
         start, self.size = {}, 0
         for parameter in squares.parameters:
             start[id(parameter)] = self.size
@@ -73,19 +78,51 @@ class SquaresOver:
         whole[self._places] = vector
         return whole[:-1]
 
-    def normal(self, limit: int) -> tuple[float, torch.Tensor, torch.Tensor]:
-        """See `Squares`."""
-        loss, vector, matrix = self._squares.normal(limit)
+    def dense_model(self, f: float, before: torch.Tensor | None, each: bool) -> DenseModel:
+        """Return the model around the parameters, where f has this value; see `DenseModel`. Raises `ValueError` if f is
+        not the sum of these squares."""
+        loss, vector, matrix = self._squares.normal(self.size)
+        self._check_same(loss, f)
         matrix = matrix.to(self._device)
         if not self._alike:
             matrix = pad(matrix, (0, 1, 0, 1))[self._places[:, None], self._places]
-        return loss, self._ours(vector), matrix
 
-    def in_basis(self, basis: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return JᵀWr and JᵀWJ of J times the basis, whose rows are of our parameters."""
-        theirs = basis if self._alike else torch.stack([self._theirs(column) for column in basis.T], 1)
-        _, vector, matrix = self._squares.normal(self.size, theirs)
+        def again(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            theirs = weights if self._alike else torch.stack([self._theirs(column) for column in weights.T], 1)
+            return self._on_device(self._squares.normal(self.size, Combined(theirs.cpu())))
+
+        return DenseModel(self._ours(vector), matrix, before, each, again if self._dtype is torch.float64 else None)
+
+    def subspace_model(
+        self, basis: Cosines, f: float, vector: torch.Tensor, before: torch.Tensor | None
+    ) -> SubspaceModel:
+        """Return the model along the vectors of the basis; `vector` is JᵀWr. Raises `ValueError` if f is not the sum of
+        these squares, or our parameters are not all of theirs in the same order."""
+        if not self._alike:
+            raise ValueError(
+                f"step='longest' for {self.size:,} parameters, which are more than `dense`, needs all parameters of f, "
+                "in their order: give `dense`, or step='first'"
+            )
+        found = self._squares.normal(basis.columns, basis)
+        self._check_same(found[0], f)
+
+        def again(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self._on_device(self._squares.normal(basis.columns, Combined(weights.cpu(), basis)))
+
+        before = None if before is None else before[: basis.columns]
+        exact = again if self._dtype is torch.float64 else None
+        return SubspaceModel(DenseModel(*self._on_device(found), before, False, exact), basis, vector)
+
+    def _on_device(self, found: tuple[float, torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        _, vector, matrix = found
         return vector.to(self._device), matrix.to(self._device)
+
+    def _check_same(self, loss: float, f: float) -> None:
+        if abs(loss - f) > torch.finfo(self._dtype).eps ** SAME * abs(f):
+            raise ValueError(
+                f"the sum of the squares is {loss:.9g} where f is {f:.9g}: f has to be the mean squares of the terms "
+                "and nothing else, and the same at each evaluation"
+            )
 
     def gauss_newton(self, v: torch.Tensor) -> torch.Tensor:
         """See `Products`."""
@@ -116,17 +153,17 @@ class ResidualSquares:
             parameter.grad = gradient
         return residuals.detach().double().square().sum()
 
-    def normal(self, limit: int, basis: torch.Tensor | None = None) -> tuple[float, torch.Tensor, torch.Tensor]:
+    def normal(self, limit: int, basis: Basis | None = None) -> tuple[float, torch.Tensor, torch.Tensor]:
         """See `Squares`."""
         with torch.enable_grad():
             residuals = self._residuals().reshape(-1)
-        columns = self._size if basis is None else basis.shape[1]
+        columns = self._size if basis is None else basis.columns
         vector = torch.zeros(columns, dtype=torch.float64, device=residuals.device)
         matrix = vector.new_zeros(columns, columns)
         values, count = residuals.detach().double(), max(ROOM // (8 * self._size), 1)
         for start in range(0, len(residuals), count):
             rows = self._rows(residuals, range(start, min(start + count, len(residuals)))).double()
-            rows = rows if basis is None else rows @ basis
+            rows = rows if basis is None else basis.of(rows)
             vector.addmv_(rows.T, values[start : start + count])
             matrix.addmm_(rows.T, rows)
         return float(values.square().sum()), vector, matrix

@@ -16,6 +16,7 @@ from torch import nn
 
 from batchopt import BatchOptimizer, LevenbergMarquardt, NonFiniteError, Result, Status, Term, extending
 from batchopt.optim.squares import ResidualSquares
+from batchopt_workers.functions.subspace import Cosines
 from tests.backends.least_squares_contract import DATA, flow, misfit, terms
 from tests.building import loaded
 from tests.optim import reference
@@ -75,10 +76,35 @@ def test_singular_values_below_rounding_of_the_matrix_are_used() -> None:
     torch.testing.assert_close(along[:11], torch.ones(11, dtype=torch.float64), rtol=1e-3, atol=0.0)
 
 
-def test_where_the_longest_step_cannot_be_found_it_is_told() -> None:
-    x = nn.Parameter(START.clone())
-    with pytest.raises(ValueError, match=r"at most `dense` = 2 parameters, and f has 3"):
-        LevenbergMarquardt([x], step="longest", dense=2).step(lambda: decay(x))
+def test_steps_within_a_subspace_are_those_of_the_problem_along_its_vectors() -> None:
+    random = torch.Generator().manual_seed(0)
+    rows = torch.randn(30, 20, generator=random, dtype=torch.float64)
+
+    def residuals(x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(rows @ x) - 0.5
+
+    start = torch.linspace(-0.2, 0.2, 20, dtype=torch.float64)
+    options: dict[str, Any] = {"step": "longest", "geodesic": True, "scaling": "identity", "max_iter": 1, **NO_END}
+    x = nn.Parameter(start.clone())
+    LevenbergMarquardt([x], dense=19, subspace=7, **options).step(lambda: residuals(x))
+    basis = Cosines(20, 7, 0)
+    vectors = torch.stack([basis.lift(unit) for unit in torch.eye(7, dtype=torch.float64)], 1)
+    torch.testing.assert_close(vectors.T @ vectors, torch.eye(7, dtype=torch.float64))
+    torch.testing.assert_close(basis.of(rows), rows @ vectors)
+    along = nn.Parameter(torch.zeros(7, dtype=torch.float64))
+    optimizer = LevenbergMarquardt([along], **options)
+    scale = (torch.func.jacrev(residuals)(start) @ vectors).square().sum(0).max()
+    optimizer.state[along]["radius"] = float((scale * start.square().sum()).sqrt())
+    optimizer.step(lambda: residuals(start + vectors @ along))
+    torch.testing.assert_close(x.detach(), start + vectors @ along.detach(), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("bounds, count", [([(-9.0, 9.0)], 3), (None, 2)])
+def test_where_a_subspace_is_of_no_use_it_is_told(bounds: Any, count: int) -> None:
+    parameters = [nn.Parameter(part.clone()) for part in (START[:count], START[count:])]
+    optimizer = LevenbergMarquardt(parameters[:1], step="longest", dense=0, bounds=bounds)
+    with pytest.raises(ValueError, match=r"give `dense`, or step='first'"):
+        optimizer.step(ResidualSquares(lambda: decay(torch.cat(list[torch.Tensor](parameters))), parameters))
 
 
 def test_lengths_at_which_f_is_not_finite_are_only_too_long() -> None:

@@ -12,6 +12,7 @@ import torch
 from batchopt_workers.batch.batch import Piece
 from batchopt_workers.functions.jacobian import Block, PieceResiduals
 from batchopt_workers.functions.squares import of_residuals
+from batchopt_workers.functions.subspace import Basis
 from batchopt_workers.functions.task import PieceContext
 from batchopt_workers.wire.layout import in_form_of, reals
 
@@ -166,11 +167,11 @@ class NormalSums:
     """f, half of its gradient and JᵀWJ, in float64. W has the weights of the squares in f, times the curvature of a
     robust loss. The matrix is given by its stripes of columns, `stripes` as `(start, stop)`, from the diagonal on.
     `each`: number of rows that took a backward of their own. `known`: the residuals and the Jacobian of the batch, with
-    a row for each sample, if they are. `basis`, shape `(n, k)`: of J times this in place of J."""
+    a row for each sample, if they are. `basis`: of J times these vectors in place of J."""
 
     stripes: tuple[tuple[int, int], ...]
     known: tuple[torch.Tensor, torch.Tensor] | None = None
-    basis: torch.Tensor | None = None
+    basis: Basis | None = None
     _room: dict[int, torch.Tensor] = field(default_factory=dict, compare=False)
 
     def __call__(self, piece: Piece, context: PieceContext) -> dict[str, object]:
@@ -183,7 +184,7 @@ class NormalSums:
         blocks = found.blocks() if self.known is None else [self._block(self.known, piece.indices)]
         for block in blocks if context.weight != 0.0 else ():
             values, rows = block.residuals.to("cpu", torch.float64), block.rows.to("cpu", torch.float64)
-            rows = rows if self.basis is None else rows @ self.basis
+            rows = rows if self.basis is None else self.basis.of(rows)
             weights, own = found.sample_weight, slice(samples, samples + block.samples)
             each = of_residuals(None if weights is None else weights.reshape(-1)[own], values)
             residuals, samples = residuals + len(values), own.stop
