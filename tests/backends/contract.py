@@ -56,7 +56,7 @@ OF_PROGRAM = [name for name in CHANGES if name not in OF_LOSS and name != "dropo
 # Of forms some, and of these what has the bits of tensors.
 ALIKE = ["tensors", "a dataset", "a dataset read each time"]
 SOME_FORMS = [*ALIKE, "values beside tensors", "a list of many lengths", "weights of a dataset", "terms and a dataset"]
-SOME_FORMS += ["CrossEntropyLoss() 2"]  # some of whose targets do not count
+SOME_FORMS += ["CrossEntropyLoss() 1"]  # some of whose targets do not count
 
 
 def agree(opt: BatchOptimizer, loss: float, gradient: torch.Tensor, tolerance: float = 1e-12) -> None:
