@@ -15,7 +15,7 @@ class Basis(Protocol):
 
     @property
     def columns(self) -> int:
-        """How many there are."""
+        """Return their number."""
 
     def of(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the products of each row, shape `(m, n)`, with each of the vectors: shape `(m, columns)`, float64."""
