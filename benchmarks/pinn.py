@@ -2,11 +2,11 @@
 
 For each problem of `pinn_problems.py`, each method and each seed, of the initial weights and of all points: the loss
 and the relative error as time goes by, without the time to judge. Methods without new points have 10,000 of the
-equation all along; those with them (`batchopt.resample`, on every term that is not of measurements) 3,000, and draw
-them anew from 20,000 every 500 iterations (Levenberg-Marquardt: every 10), keeping the curvature. Ours run on a worker
-for each core that a run has, torch's and DeepXDE's in one process. "DeepXDE" is its own example of Burgers' equation
-(its points, its network of the same size; Adam, then L-BFGS), with Adam for a third of the time and not for 15,000
-steps.
+equation all along, or as many as the problem's paper has; those with them (`batchopt.resample`, on every term that is
+not of measurements) 3,000, and draw them anew from 20,000 every 500 iterations (Levenberg-Marquardt: every 10), keeping
+the curvature. Ours run on a worker for each core that a run has, torch's and DeepXDE's in one process. "DeepXDE" is its
+own example of Burgers' equation (its points, its network of the same size; Adam, then L-BFGS), with Adam for a third of
+the time and not for 15,000 steps.
 
 Each run has a process of its own. What `results/pinn.json` has already is not run again, unless for a longer time; so
 the whole, which takes hours, can be done in parts. Nothing else should run.
@@ -196,13 +196,14 @@ def runs_there() -> list[dict[str, Any]]:
 
 
 def wanted(problems: Iterable[str], methods: Iterable[str], seeds: list[int] | None) -> list[tuple[str, str, int]]:
-    """By seed, so that what is done when time is over can be compared."""
+    """By seed, so that what is done when time is over can be compared; without new points where all are fixed."""
     return [
         (problem, method, seed)
         for seed in range(10)
         for problem in problems
         for method in methods
         if seed in SEEDS[problem] and (seeds is None or seed in seeds) and (method != "DeepXDE" or problem == "Burgers")
+        if not (method in OURS and OURS[method].renew and all(part.fixed for part in PROBLEMS[problem].parts.values()))
     ]
 
 

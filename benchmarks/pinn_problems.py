@@ -225,7 +225,7 @@ DIFFUSING = Problem(
     "Burgers, 0.01",
     partial(Network, around, widths=(20,) * 4),
     {
-        "residual": Part(diffusing_residual, partial(draw, (0, -1), (1, 1)), 0, 0.01),
+        "residual": Part(diffusing_residual, partial(draw, (0, -1), (1, 1)), 3000, 0.01, fixed=True),
         "initial": Part(misfit, even_start, 1000, fixed=True),
     },
     partial(on_grid, partial(burgers_solution, MORE_NU)),
