@@ -8,7 +8,7 @@ the curvature. Ours run on a worker for each core that a run has, torch's and De
 own example of Burgers' equation (its points, its network of the same size; Adam, then L-BFGS), with Adam for a third of
 the time and not for 15,000 steps.
 
-Each run has a process of its own. What `results/pinn.json` has already is not run again, unless for a longer time; so
+Each run has a process of its own. What the results have already is not run again, unless for a longer time; so
 the whole, which takes hours, can be done in parts. Nothing else should run.
 
     python -m benchmarks.pinn [--seconds 60] [--lanes 2] [--problems ...] [--methods ...] [--seeds ...]
@@ -188,9 +188,9 @@ def run(problem: str, method: str, seed: int, seconds: float) -> dict[str, Any]:
 # ---- all runs
 
 
-def runs_there() -> list[dict[str, Any]]:
+def runs_there(name: str) -> list[dict[str, Any]]:
     """Those that were done."""
-    path = RESULTS / "pinn.json"
+    path = RESULTS / f"{name}.json"
     done: list[dict[str, Any]] = json.loads(path.read_text())["details"]["runs"] if path.exists() else []
     return done
 
@@ -334,6 +334,7 @@ def main() -> None:
     parser.add_argument("--problems", nargs="*", default=[*PROBLEMS], choices=[*PROBLEMS])
     parser.add_argument("--methods", nargs="*", default=[*METHODS], choices=METHODS)
     parser.add_argument("--seeds", nargs="*", type=int)
+    parser.add_argument("--results", default="pinn", help="name of the file; all in one are of one machine")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--cores", nargs="*", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -342,7 +343,7 @@ def main() -> None:
         torch.set_num_threads(len(given.cores))
         print(json.dumps(run(*json.loads(given.one))))
         return
-    runs = {(r["problem"], r["method"], r["seed"]): r for r in runs_there()}
+    runs = {(r["problem"], r["method"], r["seed"]): r for r in runs_there(given.results)}
     keys = [
         key
         for key in wanted(given.problems, given.methods, given.seeds)
@@ -353,10 +354,11 @@ def main() -> None:
         runs[key] = found
         seconds, evaluations, loss, error = found["curve"][-1]
         print(f"{key}: {seconds:.0f} s, {evaluations} evaluations, loss {loss:.1e}, error {error:.1e}", flush=True)
-        write("pinn", judge([*runs.values()]), {"runs": [*runs.values()]})
-    publish("pinn", judge([*runs.values()]), {"runs": [*runs.values()]})
-    draw_curves([*runs.values()], RESULTS / "pinn.png")
-    draw_front([*runs.values()], RESULTS / "front.png")
+        write(given.results, judge([*runs.values()]), {"runs": [*runs.values()]})
+    publish(given.results, judge([*runs.values()]), {"runs": [*runs.values()]})
+    draw_curves([*runs.values()], RESULTS / f"{given.results}.png")
+    if given.results == "pinn":
+        draw_front([*runs.values()], RESULTS / "front.png")
 
 
 if __name__ == "__main__":
