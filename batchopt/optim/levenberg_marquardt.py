@@ -45,9 +45,9 @@ class LevenbergMarquardt(Minimizer):
             the largest of the first diagonal; for networks. Above `dense` parameters D is one number in any case.
         step: `"first"`, the default: the first trial that is lower, the damping following how well the model predicted
             it; for regressions, and where points are drawn anew. `"longest"`: of several lengths around that of the
-            last step the longest at which f falls by at least a tenth of the prediction, as at all shorter ones, and
-            half as much as at the best of them; for networks in float64 whose residuals can become very small, as those
-            of differential equations at fixed points, with `geodesic=True` and `scaling="identity"`.
+            last step the longest at which f falls by at least a tenth of the prediction, as at all shorter ones; for
+            long runs of networks in float64 whose residuals can become very small, as those of differential equations
+            at fixed points, with `geodesic=True` and `scaling="identity"`.
         geodesic: adds the second-order correction of Transtrum and Sethna to each step, which takes about three more
             evaluations. Default False.
         dense: the largest number of parameters of f (`params` may be some of them) for which the matrix is made and
@@ -77,8 +77,7 @@ class LevenbergMarquardt(Minimizer):
     Levenberg-Marquardt algorithm: implementation and theory", 1978; Transtrum and Sethna, "Improvements to the
     Levenberg-Marquardt algorithm for nonlinear least-squares minimization", arXiv 1201.5885, 2012. The longest step is
     the rule of Webb, Jerad and Cartis, "An optimisation framework for the well-conditioned training of physics-informed
-    neural networks", arXiv 2607.02194, 2026, here with corrected steps, fewer lengths, and a step that is nearly the
-    best of them. With `bounds` a step
+    neural networks", arXiv 2607.02194, 2026, here with corrected steps and fewer lengths. With `bounds` a step
     minimises the damped model within them: the constrained method of Kanzow, Yamashita and Fukushima,
     "Levenberg-Marquardt methods with strong local convergence properties for solving nonlinear equations with convex
     constraints", Journal of Computational and Applied Mathematics 172, 2004; the second-order correction is of the

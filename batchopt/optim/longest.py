@@ -14,8 +14,6 @@ WINDOW = 3.0
 FIRST, BETWEEN = 4, 2
 # f must have fallen by this fraction of the predicted decrease.
 RATIO = 0.1
-# And by this fraction of how much it falls at the best of the lengths.
-PART = 0.5
 
 
 class Trial(NamedTuple):
@@ -42,8 +40,6 @@ def between(short: float, long: float) -> torch.Tensor:
 
 
 def longest(trials: Sequence[Trial]) -> int | None:
-    """Return the number of the longest trial that lowers f by at least a part of what the best one does, among those
-    before the first whose ratio is too small; None if that is the first."""
+    """Return the number of the last trial before the first one whose ratio is too small; None if that is the first."""
     bad = next((i for i, trial in enumerate(trials) if not trial.ratio >= RATIO), len(trials))
-    falls = [trial.ratio * trial.predicted for trial in trials[:bad]]
-    return max((i for i, fall in enumerate(falls) if fall >= PART * max(falls)), default=None)
+    return bad - 1 if bad else None

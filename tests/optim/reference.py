@@ -157,7 +157,7 @@ def longest_step(
     residuals: Function, x: torch.Tensor, scale: torch.Tensor, length: float, bend: bool
 ) -> tuple[torch.Tensor, float]:
     """The end of a Gauss-Newton step whose lengths are measured by `scale`, the longest of several around `length`
-    whose decrease is a tenth of the predicted one, and half of that of the best; and its length."""
+    whose decrease is a tenth of the predicted one; and its length."""
     r, jacobian = residuals(x), torch.func.jacrev(residuals)(x)
     matrix, vector = jacobian.T @ jacobian, jacobian.T @ r
 
@@ -183,8 +183,7 @@ def longest_step(
 
     def longest(lengths: list[float]) -> int:
         falls = [of_length(length)[1:] for length in lengths]
-        good = [fall for fall, predicted in itertools.takewhile(lambda one: one[0] >= 0.1 * one[1], falls)]
-        return max((i for i, fall in enumerate(good) if fall >= 0.5 * max(good)), default=-1)
+        return len(list(itertools.takewhile(lambda one: one[0] >= 0.1 * one[1], falls))) - 1
 
     lengths = [length * 3.0**power for power in (-1, -1 / 3, 1 / 3, 1)]
     while (best := longest(lengths)) < 0:
