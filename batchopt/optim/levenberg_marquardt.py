@@ -34,7 +34,7 @@ class LevenbergMarquardt(Minimizer):
     f is rᵀWr; a step solves (JᵀWJ + damping D) step = -JᵀWr. Where the model describes f well, the damping falls, and
     convergence is nearly quadratic for small residuals; elsewhere steps become short and turn to the steepest descent.
     An iteration takes the normal equations once (`BatchOptimizer.normal`) and one evaluation per trial; with
-    `step="longest"` also the eigenvalues, and four to seven evaluations without derivatives, which workers share.
+    `step="longest"` also the eigenvalues, and four or six evaluations without derivatives, which workers share.
 
     Args:
         params: parameters of one dtype on one device; float64 is advised.

@@ -104,7 +104,7 @@ class DenseModel:
         here on steps are found by singular values, and may be longer than rounding allows by a factorisation."""
         if self._spectrum is None:
             self._spectrum = Spectrum.of(self.vector / self._roots, self._scaled)
-        return self._spectrum.dampings(lengths)
+        return self._spectrum.dampings(lengths.to(self.vector.device))
 
     def refine(self, damping: float) -> bool:
         """Sum over the rows once more, for steps at this damping, if the first sum has too few digits for these; return

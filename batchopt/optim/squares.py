@@ -98,10 +98,10 @@ class SquaresOver:
     ) -> SubspaceModel:
         """Return the model along the vectors of the basis; `vector` is JᵀWr. Raises `ValueError` if f is not the sum of
         these squares, or our parameters are not all of theirs in the same order."""
-        if not self._alike:
+        if not self._alike or not all(parameter.requires_grad for parameter in self._squares.parameters):
             raise ValueError(
                 f"step='longest' for {self.size:,} parameters, which are more than `dense`, needs all parameters of f, "
-                "in their order: give `dense`, or step='first'"
+                "in their order, and none of them frozen: give `dense`, or step='first'"
             )
         found = self._squares.normal(basis.columns, basis)
         self._check_same(found[0], f)

@@ -107,6 +107,15 @@ def test_where_a_subspace_is_of_no_use_it_is_told(bounds: Any, count: int) -> No
         optimizer.step(ResidualSquares(lambda: decay(torch.cat(list[torch.Tensor](parameters))), parameters))
 
 
+def test_a_parameter_that_was_frozen_is_not_moved_within_a_subspace() -> None:
+    module = flow()
+    optimizer = LevenbergMarquardt(module.parameters(), step="longest", dense=0)
+    with loaded(module, None, DATA, terms=terms(), chunk_size=5) as opt:
+        module.speed.requires_grad_(False)
+        with pytest.raises(ValueError, match=r"none of them frozen"):
+            optimizer.step(extending.closure(opt))
+
+
 def test_lengths_at_which_f_is_not_finite_are_only_too_long() -> None:
     x = nn.Parameter(torch.tensor([20.0], dtype=torch.float64))
     optimizer = LevenbergMarquardt([x], step="longest")

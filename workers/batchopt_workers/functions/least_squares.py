@@ -121,7 +121,7 @@ class Accelerations:
             return products
         metric = _metric(context, found, values)
         for direction, product in zip(directions, products, strict=True):
-            second = second_difference(values, lambda: found.values(), context.parameters, direction)
+            second = second_difference(values, found.values, context.parameters, direction)
             product.copy_(found.jacobian.transposed_times(values, second.mul_(metric), keep=True))
         return products
 
