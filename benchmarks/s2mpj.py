@@ -98,6 +98,9 @@ class Squares:
         _, jacobian = self._rows()
         return jacobian.T @ (jacobian @ v)
 
+    def rows(self, most: int) -> None:
+        """Not used up to `dense` parameters."""
+
     def accelerations(self, directions: torch.Tensor) -> torch.Tensor:
         """Not used without `geodesic`."""
         raise NotImplementedError

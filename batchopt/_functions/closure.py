@@ -9,8 +9,9 @@ import torch
 
 from batchopt._engine.engine import Engine
 from batchopt._functions.derivatives import evaluate_many
-from batchopt._functions.least_squares import Normal, accelerations, gauss_newton_product, normal
+from batchopt._functions.least_squares import Normal, accelerations, gauss_newton_product, normal, weighted_rows
 from batchopt.errors import BatchoptError
+from batchopt.optim.quadratic import Rows
 from batchopt_workers.functions.subspace import Basis
 from batchopt_workers.wire.layout import Layout
 
@@ -40,6 +41,10 @@ class Closure:
     def gauss_newton(self, v: torch.Tensor) -> torch.Tensor:
         """Return a Gauss-Newton product, like `BatchOptimizer.gauss_newton`."""
         return gauss_newton_product(self._engine, v)
+
+    def rows(self, most: int) -> Rows | None:
+        """Return the rows of J with their weights, float64; None if there are more than `most`."""
+        return weighted_rows(self._engine, most)
 
     def accelerations(self, directions: torch.Tensor) -> torch.Tensor:
         """Return JᵀW times the second derivative of the residuals along each row: shape `(k, n)`, X's dtype."""

@@ -14,6 +14,7 @@ from batchopt._data.terms import check_names
 from batchopt._engine.engine import Engine
 from batchopt._functions.columns import jacobian_by_columns
 from batchopt._functions.tasks import Selection, collect, of_each, plain, select, total
+from batchopt.optim.quadratic import Rows
 from batchopt_workers.batch.batch import Part
 from batchopt_workers.batch.weighting import SAMPLE_WEIGHT
 from batchopt_workers.functions.least_squares import (
@@ -170,6 +171,30 @@ def _mirrored(matrix: torch.Tensor) -> torch.Tensor:
 def jacobian(engine: Engine) -> Any:
     """Return the rows of the Jacobian: shape `(samples, d, n)`; by term where there are terms."""
     return _rows(engine, JacobianRows(), _loaded(engine))
+
+
+def weighted_rows(engine: Engine, most: int) -> Rows | None:
+    """Return J with the weights of its rows, in the order of `gram`, of the terms whose weight is not 0; None if there
+    are more than `most` rows, or none."""
+    _check(engine)
+    step, settings, parts = engine.current_step(), engine.settings, []
+    selections = [s for s, weight in zip(_loaded(engine), step.weights, strict=True) if weight]
+    if not 0 < sum(s.batch.size for s in selections) <= most:
+        return None
+    residuals = [_joined(collect(engine, s.task(Residuals()), s.batch)) for s in selections]
+    if sum(len(flat(one)) for one in residuals) > most:
+        return None
+    for s, own in zip(selections, residuals, strict=True):
+        squares = squares_of(settings.criterion, settings.loss_fns[s.number])
+        assert squares is not None  # ensured by `_check`
+        values = flat(own).double().reshape(-1)
+        factors = step.weights[s.number] * _factors(squares, step.batch.parts[s.number], own, values)
+        factors = factors.expand_as(values)
+        rows = flat(_joined(collect(engine, s.task(JacobianRows()), s.batch)))
+        loss = (squares.of(values) * factors).sum()
+        parts.append((loss, squares.slope(values) * factors * values, squares.curvature(values) * factors, rows))
+    losses, slopes, weights, whole = zip(*parts, strict=True)
+    return Rows(float(sum(losses)), torch.cat(slopes), torch.cat(weights), torch.cat(whole).double())
 
 
 def square_roots(engine: Engine, found: Mapping[str | None, Any]) -> dict[str | None, Roots]:

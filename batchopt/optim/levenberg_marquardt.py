@@ -14,10 +14,12 @@ from batchopt.optim.bounds import Bounds
 from batchopt.optim.line import Closure, Point
 from batchopt.optim.longest import WINDOW, Trial, around, between, longest
 from batchopt.optim.minimizer import NOBODY, Callback, Minimizer, Search, Watch, limit
-from batchopt.optim.quadratic import DenseModel, Model, ProductModel, SubspaceModel
+from batchopt.optim.quadratic import DenseModel, Model, ProductModel, RowsModel, SubspaceModel
 from batchopt.optim.squares import ResidualSquares, Squares, SquaresOver
 from batchopt_workers.functions.subspace import Cosines
 
+# The models whose steps of a given length are known.
+Solved = DenseModel | RowsModel | SubspaceModel
 # Largest damping, at which a step is rounding only, and smallest, which is as good as none.
 MOST, LEAST = 1e16, 1e-15
 # The damping grows by this factor until the first step is no longer than the parameters.
@@ -142,8 +144,11 @@ class LevenbergMarquardt(Minimizer):
         group, memory, squares, here = self._group, self._memory, self._squares, run.here
         self._vector.write(here.x)  # not necessarily the last point evaluated
         before: torch.Tensor | None = memory.get("scale")
+        model: Solved | None
         if squares.size <= group["dense"]:
-            model: DenseModel | SubspaceModel = squares.dense_model(here.f, before, group["scaling"] != "identity")
+            model = squares.dense_model(here.f, before, group["scaling"] != "identity")
+        elif (model := squares.rows_model(group["dense"], here.f, before)) is not None:
+            pass
         elif group["step"] == "first":
             products = ProductModel(squares, here.gradient.double() / 2, before)
             memory["scale"] = products.scale
@@ -188,7 +193,7 @@ class LevenbergMarquardt(Minimizer):
             memory["damping"], memory["growth"] = damping, growth
         return None
 
-    def _longest(self, run: Search, model: DenseModel | SubspaceModel) -> float | None:
+    def _longest(self, run: Search, model: Solved) -> float | None:
         """Take the longest trial at which the model still describes f: of several around the last length, and then of
         some between the longest good one and the next."""
         memory, here, after = self._memory, run.here, run.spare[0]
@@ -220,7 +225,7 @@ class LevenbergMarquardt(Minimizer):
             memory["radius"] = float(lengths[-1])
         return None
 
-    def _trials(self, run: Search, model: DenseModel | SubspaceModel, lengths: torch.Tensor) -> list[Trial]:
+    def _trials(self, run: Search, model: Solved, lengths: torch.Tensor) -> list[Trial]:
         """Evaluate f at the ends of the steps of these lengths, all of them at once."""
         here, found = run.here, []
         dampings = model.dampings(lengths).tolist()

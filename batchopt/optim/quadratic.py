@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from batchopt.optim.algebra import largest, power_of_two
 from batchopt.optim.spectrum import InBasis, Spectrum
+from batchopt_workers.functions.least_squares import stripes
 from batchopt_workers.functions.subspace import Cosines
 
 # Conjugate gradients end when the residual is this fraction of the right-hand side, or after this many products.
 ACCURACY, MOST = 1e-3, 250
+# Below this damping a solution by rows is one of equations with their matrix alone, damped by as good as nothing.
+LITTLE, LEAST = 1e-8, 1e-13
 
 
 class Products(Protocol):
@@ -82,7 +85,7 @@ class DenseModel:
             return self._spectrum.solve(right / self._roots, damping) / self._roots
         if free is not None or self._factors[0] != damping:
             damped = self._scaled.clone() if free is None else self._scaled * free * free[:, None]
-            damped.diagonal().add_(damping if free is None else torch.where(free == 0, 1.0, damping))
+            damped.diagonal().add_(damping if free is None else damping * free + (1 - free))
             factor, info = torch.linalg.cholesky_ex(damped)
             self._factors = damping if free is None else math.nan, factor if int(info) == 0 else None
         factor = self._factors[1]
@@ -99,12 +102,13 @@ class DenseModel:
         """See `Model`."""
         return -float(2 * step @ self.vector + step @ (self._matrix @ step))
 
-    def dampings(self, lengths: torch.Tensor) -> torch.Tensor:
-        """Return the damping at which the step to the minimum has each of these lengths, measured by the scale. From
-        here on steps are found by singular values, and may be longer than rounding allows by a factorisation."""
+    def dampings(self, lengths: torch.Tensor, image: bool = False) -> torch.Tensor:
+        """Return the damping at which the step to the minimum has each of these lengths, measured by the scale; with
+        `image`, √W J times it. From here on steps are found by singular values, and may be longer than rounding allows
+        by a factorisation."""
         if self._spectrum is None:
             self._spectrum = Spectrum.of(self.vector / self._roots, self._scaled)
-        return self._spectrum.dampings(lengths.to(self.vector.device))
+        return self._spectrum.dampings(lengths.to(self.vector.device), image)
 
     def refine(self, damping: float) -> bool:
         """Sum over the rows once more, for steps at this damping, if the first sum has too few digits for these; return
@@ -154,6 +158,93 @@ class SubspaceModel:
     def refine(self, damping: float) -> bool:
         """See `DenseModel`."""
         return self._model.refine(damping)
+
+
+class Rows(NamedTuple):
+    """`loss` is f; JᵀWr is Jᵀ times `slopes`, and W has these `weights`, shapes `(N,)`; J is `rows`, shape `(N, n)`;
+    all float64."""
+
+    loss: float
+    slopes: torch.Tensor
+    weights: torch.Tensor
+    rows: torch.Tensor
+
+
+class RowsModel:
+    """The model with fewer rows than parameters. With R = √W J it is RᵀR + damping D, and steps are Rᵀ times solutions
+    of N equations with RRᵀ. The scale is one number, the largest of the first diagonal of JᵀWJ. `exact`: singular
+    values below the rounding of RRᵀ count, too. The rows are overwritten."""
+
+    def __init__(self, found: Rows, before: torch.Tensor | None, exact: bool = True) -> None:
+        # taken out of the roots, so that with twice the weights these have the same bits
+        self._unit = power_of_two(float(found.weights.max())) if bool(found.weights.any()) else 1.0
+        roots = (found.weights / self._unit).sqrt()
+        self._rows = torch.where(roots > 0, found.rows.T, 0.0).T.mul_(roots[:, None])
+        self._residuals = torch.where(roots > 0, found.slopes / roots, 0.0) / self._unit
+        self.vector = self._unit * (self._rows.T @ self._residuals)
+        if before is None:
+            largest = float(torch.linalg.vector_norm(self._rows, dim=0).square().max()) * self._unit
+            before = torch.full_like(self.vector, largest or 1.0)
+        self.scale, self._gram = before, _gram(self._rows)
+        self._model = self._with(self._gram, self._again if exact else None)
+
+    @property
+    def is_finite(self) -> bool:
+        """Tell whether J is, and the squares of its rows."""
+        return bool(self._gram.diagonal().isfinite().all())
+
+    def _with(self, gram: torch.Tensor, again: InBasis | None = None) -> DenseModel:
+        scale = (self.scale[:1] / self._unit).repeat(len(gram))
+        return DenseModel(self._residuals, gram, scale, False, again)
+
+    def _again(self, basis: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return basis.T @ self._residuals, _gram(basis.T @ self._rows)
+
+    def minimum(self, damping: float) -> torch.Tensor | None:
+        """See `Model`."""
+        found = self._model.minimum(damping)
+        return None if found is None else self._rows.T @ found
+
+    def solve(self, right: torch.Tensor, damping: float, free: torch.Tensor | None = None) -> torch.Tensor | None:
+        """See `Model`; by the formula of Woodbury. With little damping and all elements free `right` is taken to be Jᵀ
+        times something, of which that formula loses the digits."""
+        model = self._model
+        if free is None and damping < LITTLE:
+            weights = model.solve(self._rows @ right / self._unit, LEAST)
+            found = None if weights is None else model.solve(weights, damping)
+            return None if found is None else self._rows.T @ found
+        if free is not None and not bool(free.all()):
+            model = self._with(self._gram - _gram(self._rows[:, free == 0]))
+        found = model.solve(self._rows @ right, damping)
+        if found is None:
+            return None
+        step = (right - self._rows.T @ found) / (damping * self.scale)
+        return step if free is None else step * free
+
+    def times(self, v: torch.Tensor) -> torch.Tensor:
+        """See `Model`."""
+        return self._unit * (self._rows.T @ (self._rows @ v))
+
+    def decrease(self, step: torch.Tensor) -> float:
+        """See `Model`."""
+        return -float(2 * step @ self.vector + self._unit * (self._rows @ step).square().sum())
+
+    def dampings(self, lengths: torch.Tensor) -> torch.Tensor:
+        """See `DenseModel`."""
+        return self._model.dampings(lengths / math.sqrt(float(self.scale[0])), image=True)
+
+    def refine(self, damping: float) -> bool:
+        """See `DenseModel`."""
+        return self._model.refine(damping)
+
+
+def _gram(rows: torch.Tensor) -> torch.Tensor:
+    """Return the products of the rows with each other."""
+    matrix = rows.new_empty(len(rows), len(rows))
+    for start, stop in stripes(len(rows)):
+        block = rows[start:stop] @ rows[start:].T
+        matrix[start:stop, start:], matrix[start:, start:stop] = block, block.T
+    return matrix
 
 
 class ProductModel:

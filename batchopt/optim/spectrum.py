@@ -66,15 +66,17 @@ class Spectrum:
         """Return s with (JᵀWJ + damping) s = right, shapes `(n,)`."""
         return self._vectors @ ((self._vectors.T @ right) / (self._values + damping))
 
-    def dampings(self, lengths: torch.Tensor) -> torch.Tensor:
+    def dampings(self, lengths: torch.Tensor, image: bool = False) -> torch.Tensor:
         """Return for each length, shape `(k,)`, the damping at which the step is that long, or the lowest if it is
         shorter even then: the secular equation of Moré and Sorensen, "Computing a trust region step", SIAM Journal on
-        Scientific and Statistical Computing 4, 1983; by bisection, since there are many, and one costs n operations."""
-        above = (float(self._slopes.norm()) / lengths).log()  # a step is no longer than the slopes / damping
+        Scientific and Statistical Computing 4, 1983; by bisection, since there are many, and one costs n operations.
+        `image`: the lengths are those of √W J times the step."""
+        slopes = self._slopes * self._values.sqrt() if image else self._slopes
+        above = (float(slopes.norm()) / lengths).log()  # a step is no longer than the slopes / damping
         largest = max(float(self._values.max()), sys.float_info.min)
         below = above.clamp(max=math.log(largest) + math.log(LOWEST))
         for _ in range(HALVINGS):
             middle = (above + below) / 2
-            longer = (self._slopes / (self._values + middle.exp()[:, None])).norm(dim=1) > lengths
+            longer = (slopes / (self._values + middle.exp()[:, None])).norm(dim=1) > lengths
             below, above = torch.where(longer, middle, below), torch.where(longer, above, middle)
         return above.exp()

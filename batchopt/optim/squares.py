@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch.nn.functional import pad
 
-from batchopt.optim.quadratic import DenseModel, Products, SubspaceModel
+from batchopt.optim.quadratic import DenseModel, Products, Rows, RowsModel, SubspaceModel
 from batchopt_workers.functions.jacobian import ROOM, dense, product_with
 from batchopt_workers.functions.least_squares import numbers_of, placed, second_difference
 from batchopt_workers.functions.squares import checked
@@ -19,6 +19,8 @@ from batchopt_workers.wire.layout import reals
 
 # f must agree with the sum of squares of the normal equations to this fraction of the dtype's digits.
 SAME = 0.5
+# Rows of a Jacobian that are held, all of them, in bytes.
+HELD = 2**30
 
 
 @runtime_checkable
@@ -34,6 +36,9 @@ class Squares(Products, Protocol):
 
     def normal(self, limit: int, basis: Basis | None = None) -> tuple[float, torch.Tensor, torch.Tensor]:
         """Return f, JᵀWr and JᵀWJ at the parameters, in float64; of J times the vectors of the `basis`, if given."""
+
+    def rows(self, most: int) -> Rows | None:
+        """Return the rows of J with their weights at the parameters; None if there are more than `most`."""
 
     def accelerations(self, directions: torch.Tensor) -> torch.Tensor:
         """Return JᵀW times the second derivative of r along each of these rows: shape `(k, n)`."""
@@ -113,6 +118,18 @@ class SquaresOver:
         exact = again if self._dtype is torch.float64 else None
         return SubspaceModel(DenseModel(*self._on_device(found), before, False, exact), basis, vector)
 
+    def rows_model(self, most: int, f: float, before: torch.Tensor | None) -> RowsModel | None:
+        """Return the model with rows; None if there are more than `most`, or than fit into `HELD`, or they are not
+        finite. Raises `ValueError` if f is not the sum of these squares."""
+        found = self._squares.rows(min(most, HELD // (8 * self.size)))
+        if found is None:
+            return None
+        self._check_same(found.loss, f)
+        slopes, weights, rows = (tensor.to(self._device) for tensor in found[1:])
+        rows = rows if self._alike else pad(rows, (0, 1))[:, self._places]
+        model = RowsModel(Rows(found.loss, slopes, weights, rows), before, self._dtype is torch.float64)
+        return model if model.is_finite else None
+
     def _on_device(self, found: tuple[float, torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         _, vector, matrix = found
         return vector.to(self._device), matrix.to(self._device)
@@ -160,13 +177,23 @@ class ResidualSquares:
         columns = self._size if basis is None else basis.columns
         vector = torch.zeros(columns, dtype=torch.float64, device=residuals.device)
         matrix = vector.new_zeros(columns, columns)
-        values, count = residuals.detach().double(), max(ROOM // (8 * self._size), 1)
-        for start in range(0, len(residuals), count):
-            rows = self._rows(residuals, range(start, min(start + count, len(residuals)))).double()
+        values = residuals.detach().double()
+        for which in self._parts(residuals):
+            rows = self._rows(residuals, which).double()
             rows = rows if basis is None else basis.of(rows)
-            vector.addmv_(rows.T, values[start : start + count])
+            vector.addmv_(rows.T, values[which.start : which.stop])
             matrix.addmm_(rows.T, rows)
         return float(values.square().sum()), vector, matrix
+
+    def rows(self, most: int) -> Rows | None:
+        """See `Squares`."""
+        with torch.enable_grad():
+            residuals = self._residuals().reshape(-1)
+        if len(residuals) > most:
+            return None
+        rows = torch.cat([self._rows(residuals, which).double() for which in self._parts(residuals)])
+        values = residuals.detach().double()
+        return Rows(float(values.square().sum()), values, torch.ones_like(values), rows)
 
     def gauss_newton(self, v: torch.Tensor) -> torch.Tensor:
         """See `Products`."""
@@ -207,6 +234,11 @@ class ResidualSquares:
         found = torch.autograd.grad(residuals, [*self.parameters], weights, retain_graph=True, allow_unused=True)
         pairs = zip(found, self.parameters, strict=True)
         return [torch.zeros_like(parameter) if g is None else dense(g) for g, parameter in pairs]
+
+    def _parts(self, residuals: torch.Tensor) -> list[range]:
+        """Return as many residuals at a time as there is room for their rows."""
+        count = max(ROOM // (8 * self._size), 1)
+        return [range(start, min(start + count, len(residuals))) for start in range(0, len(residuals), count)]
 
     def _rows(self, residuals: torch.Tensor, which: range) -> torch.Tensor:
         """Return the rows of these residuals by a batched backward, or one by one where that is unsupported."""

@@ -263,7 +263,9 @@ class Jacobian:
     def _per_sample(self, trained: Mapping[str, torch.Tensor], inputs: Any, targets: Any, samples: int) -> Block:
         """Compute a block at once, through a module that has separate parameters for each sample."""
         parameters = {
-            name: parameter.detach().expand(samples, *parameter.shape).clone().requires_grad_()
+            name: parameter.detach()
+            .expand(samples, *parameter.shape)
+            .requires_grad_()  # a copy each would cost as much
             for name, parameter in trained.items()
         }
         module: Any = PerSample(self._module, "", parameters, samples)
