@@ -52,9 +52,10 @@ class LevenbergMarquardt(Minimizer):
             at fixed points, with `geodesic=True` and `scaling="identity"`.
         geodesic: adds the second-order correction of Transtrum and Sethna to each step, which takes about three more
             evaluations. Default False.
-        dense: the largest number of parameters of f (`params` may be some of them) for which the matrix is made and
-            factorised; for more, steps are found by conjugate gradients on its products, which need no more memory than
-            an evaluation; with `step="longest"` they are within a subspace. Default 5,000.
+        dense: the largest number of parameters of f (`params` may be some of them), or of residuals, for which a matrix
+            of that size is made and factorised. For more parameters the rows of J are used, if there are at most so
+            many, of 1 GB in all; for more of both, steps are found by conjugate gradients on products, which need no
+            more memory than an evaluation; with `step="longest"` they are within a subspace. Default 5,000.
         subspace: its number of dimensions: vectors of a cosine transform of the parameters, drawn anew for each
             iteration. It takes a matrix of that size, and rows of the Jacobian of 32 MB at a time. Default 2,000.
         when_data_change: `"forget"`, the default, or `"keep"` the damping if f has changed at the parameters where the
@@ -147,19 +148,21 @@ class LevenbergMarquardt(Minimizer):
         model: Solved | None
         if squares.size <= group["dense"]:
             model = squares.dense_model(here.f, before, group["scaling"] != "identity")
-        elif (model := squares.rows_model(group["dense"], here.f, before)) is not None:
-            pass
-        elif group["step"] == "first":
+        else:
+            model = squares.rows_model(group["dense"], here.f, before)
+        if model is None and group["step"] == "first":
             products = ProductModel(squares, here.gradient.double() / 2, before)
             memory["scale"] = products.scale
             return self._first(run, products)
-        elif self._box is None:
+        if model is None and self._box is not None:
+            raise ValueError(
+                "step='longest' has no bounds above `dense` parameters and residuals: give `dense`, or step='first'"
+            )
+        if model is None:
             basis = Cosines(
                 squares.size, min(group["subspace"], squares.size), memory.get("n_iter", 0) + run.iterations
             )
             model = squares.subspace_model(basis, here.f, here.gradient.double() / 2, before)
-        else:
-            raise ValueError("step='longest' has no bounds above `dense` parameters: give `dense`, or step='first'")
         memory["scale"] = model.scale
         return self._longest(run, model) if group["step"] == "longest" else self._first(run, model)
 

@@ -179,7 +179,8 @@ class RowsModel:
         # taken out of the roots, so that with twice the weights these have the same bits
         self._unit = power_of_two(float(found.weights.max())) if bool(found.weights.any()) else 1.0
         roots = (found.weights / self._unit).sqrt()
-        self._rows = torch.where(roots > 0, found.rows.T, 0.0).T.mul_(roots[:, None])
+        self._rows = found.rows.mul_(roots[:, None])
+        self._rows[roots == 0] = 0.0  # infinite elements would count, too
         self._residuals = torch.where(roots > 0, found.slopes / roots, 0.0) / self._unit
         self.vector = self._unit * (self._rows.T @ self._residuals)
         if before is None:

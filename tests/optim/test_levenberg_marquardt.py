@@ -64,14 +64,15 @@ def test_the_longest_steps_are_those_of_a_slow_one(residuals: Function, start: t
         assert own == pytest.approx(length, rel=1e-10)
 
 
-def test_singular_values_below_rounding_of_the_matrix_are_used() -> None:
+@pytest.mark.parametrize("count, size", [(30, 12), (12, 30)], ids=["matrix", "rows"])
+def test_singular_values_below_rounding_of_the_matrix_are_used(count: int, size: int) -> None:
     """Of the normal equations' matrix those below 1e-8 of the largest are rounding."""
     random = torch.Generator().manual_seed(0)
-    left, right = (torch.linalg.qr(torch.randn(n, 12, generator=random).double()).Q for n in (30, 12))
+    left, right = (torch.linalg.qr(torch.randn(n, 12, generator=random).double()).Q for n in (count, size))
     rows = left * torch.logspace(0, -11, 12).double() @ right.T
-    x = nn.Parameter(torch.zeros(12, dtype=torch.float64))
+    x = nn.Parameter(torch.zeros(size, dtype=torch.float64))
     options: dict[str, Any] = {"scaling": "identity", "max_iter": 60, **NO_END}
-    LevenbergMarquardt([x], step="longest", **options).step(lambda: rows @ (x - right.sum(1)))
+    LevenbergMarquardt([x], step="longest", dense=29, **options).step(lambda: rows @ (x - right.sum(1)))
     along = right.T @ x.detach()
     torch.testing.assert_close(along[:11], torch.ones(11, dtype=torch.float64), rtol=1e-3, atol=0.0)
 

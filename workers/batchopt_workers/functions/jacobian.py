@@ -262,10 +262,8 @@ class Jacobian:
 
     def _per_sample(self, trained: Mapping[str, torch.Tensor], inputs: Any, targets: Any, samples: int) -> Block:
         """Compute a block at once, through a module that has separate parameters for each sample."""
-        parameters = {
-            name: parameter.detach()
-            .expand(samples, *parameter.shape)
-            .requires_grad_()  # a copy each would cost as much
+        parameters = {  # one memory for all: to read a copy for each would take as long as their gradients
+            name: parameter.detach().expand(samples, *parameter.shape).requires_grad_()
             for name, parameter in trained.items()
         }
         module: Any = PerSample(self._module, "", parameters, samples)
