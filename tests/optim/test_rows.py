@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -121,14 +121,14 @@ def test_rows_are_held_only_where_they_are_few(
 
 
 @pytest.mark.parametrize("step", ["first", "longest"])
-def test_a_parameter_that_was_frozen_is_not_moved(step: str, models: list[RowsModel]) -> None:
+def test_a_parameter_that_was_frozen_is_not_moved(step: Literal["first", "longest"], models: list[RowsModel]) -> None:
     module = flow()
     optimizer = LevenbergMarquardt(module.parameters(), step=step, dense=SIZE - 2, max_iter=2)
     with loaded(module, None, DATA, terms=terms(), chunk_size=5) as opt:
         module.speed.requires_grad_(False)
         before = opt.parameters.clone()
         optimizer.step(extending.closure(opt))
-        assert models and torch.count_nonzero(opt.parameters - before) == SIZE - 1 and module.speed.item() == 1.3
+        assert models and torch.count_nonzero(opt.parameters - before) == SIZE - 1 and opt.parameters[0] == before[0]
 
 
 @pytest.mark.slow
