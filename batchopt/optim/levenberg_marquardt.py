@@ -14,12 +14,10 @@ from batchopt.optim.bounds import Bounds
 from batchopt.optim.line import Closure, Point
 from batchopt.optim.longest import WINDOW, Trial, around, between, longest
 from batchopt.optim.minimizer import NOBODY, Callback, Minimizer, Search, Watch, limit
-from batchopt.optim.quadratic import DenseModel, Model, ProductModel, RowsModel, SubspaceModel
+from batchopt.optim.quadratic import Model, ProductModel, Solved
 from batchopt.optim.squares import ResidualSquares, Squares, SquaresOver
 from batchopt_workers.functions.subspace import Cosines
 
-# The models whose steps of a given length are known.
-Solved = DenseModel | RowsModel | SubspaceModel
 # Largest damping, at which a step is rounding only, and smallest, which is as good as none.
 MOST, LEAST = 1e16, 1e-15
 # The damping grows by this factor until the first step is no longer than the parameters.
@@ -56,8 +54,8 @@ class LevenbergMarquardt(Minimizer):
             of that size is made and factorised. For more parameters the rows of J are used, if there are at most so
             many, of 1 GB in all; for more of both, steps are found by conjugate gradients on products, which need no
             more memory than an evaluation; with `step="longest"` they are within a subspace. Default 5,000.
-        subspace: its number of dimensions: vectors of a cosine transform of the parameters, drawn anew for each
-            iteration. It takes a matrix of that size, and rows of the Jacobian of 32 MB at a time. Default 2,000.
+        subspace: its number of dimensions, with as many residuals or fewer rows are used: vectors of a cosine transform
+            of the parameters, drawn anew. It takes a matrix of that size, and 32 MB of rows at a time. Default 2,000.
         when_data_change: `"forget"`, the default, or `"keep"` the damping if f has changed at the parameters where the
             last step ended, or the length; it is forgotten nevertheless if the first step there needs one that differs
             by more than a factor of 100.
@@ -149,19 +147,17 @@ class LevenbergMarquardt(Minimizer):
         if squares.size <= group["dense"]:
             model = squares.dense_model(here.f, before, group["scaling"] != "identity")
         else:
-            model = squares.rows_model(group["dense"], here.f, before)
+            most = group["dense"] if group["step"] == "first" else min(group["dense"], group["subspace"])
+            model = squares.rows_model(most, here.f, before)  # eigenvalues take no longer than those of a subspace
         if model is None and group["step"] == "first":
             products = ProductModel(squares, here.gradient.double() / 2, before)
             memory["scale"] = products.scale
             return self._first(run, products)
         if model is None and self._box is not None:
-            raise ValueError(
-                "step='longest' has no bounds above `dense` parameters and residuals: give `dense`, or step='first'"
-            )
+            raise ValueError("step='longest' has no bounds above `dense`: give `dense`, or step='first'")
         if model is None:
-            basis = Cosines(
-                squares.size, min(group["subspace"], squares.size), memory.get("n_iter", 0) + run.iterations
-            )
+            taken = min(group["subspace"], squares.size)
+            basis = Cosines(squares.size, taken, memory.get("n_iter", 0) + run.iterations)
             model = squares.subspace_model(basis, here.f, here.gradient.double() / 2, before)
         memory["scale"] = model.scale
         return self._longest(run, model) if group["step"] == "longest" else self._first(run, model)

@@ -248,6 +248,10 @@ def _gram(rows: torch.Tensor) -> torch.Tensor:
     return matrix
 
 
+# The models whose steps of a given length are known.
+Solved = DenseModel | RowsModel | SubspaceModel
+
+
 class ProductModel:
     """The model with products alone; the scale is one number, the curvature along the first gradient."""
 

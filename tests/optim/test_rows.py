@@ -120,6 +120,12 @@ def test_rows_are_held_only_where_they_are_few(
     assert len(models) == expected
 
 
+def test_a_longest_step_takes_no_more_eigenvalues_than_a_subspace_has(models: list[RowsModel]) -> None:
+    for subspace in (N - 1, N):
+        ends(flow(), SIZE - 1, step="longest", subspace=subspace)
+    assert len(models) == 2
+
+
 @pytest.mark.parametrize("step", ["first", "longest"])
 def test_a_parameter_that_was_frozen_is_not_moved(step: Literal["first", "longest"], models: list[RowsModel]) -> None:
     module = flow()
