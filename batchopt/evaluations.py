@@ -147,7 +147,9 @@ class Evaluations:
         takes two to three times as long as an evaluation; for k vectors the first backward is made once, and its graph
         is kept. Gradients, `output` and counters are unchanged; prehook runs, posthook
         does not. Raises `TypeError` or `ValueError` for another `v`, what `evaluate` raises, and `WorkerError` if the
-        module cannot be differentiated twice; with `on_nonfinite="return"` a product that is not finite is returned.
+        module cannot be differentiated twice; with `on_nonfinite="return"` a product that is not finite is returned. A
+        `torch.autograd.Function` whose backward leaves torch, as for NumPy, cannot be seen here: its derivative counts
+        as a constant, as in torch (`jvp` and `gauss_newton` refuse it).
 
         >>> opt.load(x, y)
         >>> v = torch.ones_like(opt.parameters)

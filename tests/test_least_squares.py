@@ -70,8 +70,9 @@ def test_products_with_what_can_be_differentiated_once_are_refused(function: Any
         for product in (lambda: opt.jvp(v), lambda: opt.gauss_newton(v), lambda: lm.step(extending.closure(opt))):
             with pytest.raises(WorkerError, match=r"takes the derivative of a backward, and one of them has none"):
                 product()
-        with pytest.raises(WorkerError):
-            opt.hvp(v)
+        if function.__self__ is Once:
+            with pytest.raises(WorkerError):
+                opt.hvp(v)
         gradient = opt.vjp(opt.residuals()) * 2 / Y.numel()
         opt.evaluate()
         torch.testing.assert_close(gradient, opt.grad_parameters)
