@@ -2,7 +2,7 @@
 
 from batchopt import training as training
 from batchopt._data.epochs import Batches
-from batchopt._data.terms import Term, Weighted
+from batchopt._data.terms import Penalty, Term, Weighted
 from batchopt._mapreduce.plan import split_batch
 from batchopt.errors import (
     AllWorkersLostError,
@@ -48,6 +48,7 @@ __all__ = [
     "NodesDifferError",
     "NonFiniteError",
     "Observer",
+    "Penalty",
     "PoisonChunkError",
     "Result",
     "SSBroyden",

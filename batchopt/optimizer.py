@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 import torch
 
 from batchopt._data import arguments
-from batchopt._data.terms import Term
+from batchopt._data.terms import AnyTerm
 from batchopt._engine import checkpoint
 from batchopt._engine.choose import OptimizerChoice, check_choice, check_goes_by_any_gradient, choose_optimizer
 from batchopt._engine.engine import Engine
@@ -61,8 +61,8 @@ class BatchOptimizer(Studies):
             mean of the squares of these numbers (with the reduction `"sum"` their sum), and least-squares methods can
             use them.
         terms: for an objective of several terms, each with its own data, instead of a criterion or `loss_fn`: a dict
-            with a `Term` under each name. f is the weighted sum of the terms' means, and a batch is a dict with an
-            entry for each: its inputs, or a tuple of inputs, targets and options.
+            with a `Term` or a `Penalty` under each name. f is the weighted sum of the terms' means and the penalties,
+            and a batch is a dict with an entry for each `Term`: its inputs, or a tuple of inputs, targets and options.
         reduction: `"mean"` or `"sum"`, the way in which the loss of several samples is formed. Default: the criterion's
             own, else the mean.
         denominators: for a mean that does not divide by the number of samples: `denominators(inputs, targets)`, called
@@ -174,7 +174,7 @@ class BatchOptimizer(Studies):
         *,
         loss_fn: LossFunction | None = None,
         residual: ResidualFunction | None = None,
-        terms: Mapping[str, Term] | None = None,
+        terms: Mapping[str, AnyTerm] | None = None,
         reduction: Literal["mean", "sum"] | None = None,
         denominators: Denominators | None = None,
         collate_fn: Collate | None = None,

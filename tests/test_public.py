@@ -23,9 +23,9 @@ def test_the_public_names_are_these() -> None:
     assert names == set(
         """
         BatchOptimizer LBFGS CG SSBroyden LevenbergMarquardt SVRG Result Status Iteration split_batch Worker Sample
-        Term Weighted Batches Observer Evaluated hogwild resample Diagnosis BatchoptError WorkerError WorkerLostError
-        WorkerStartError PoisonChunkError AllWorkersLostError NodeLostError NodesDifferError NonFiniteError
-        CheckpointError CompileError Covariance finite_differences
+        Term Penalty Weighted Batches Observer Evaluated hogwild resample Diagnosis BatchoptError WorkerError
+        WorkerLostError WorkerStartError PoisonChunkError AllWorkersLostError NodeLostError NodesDifferError
+        NonFiniteError CheckpointError CompileError Covariance finite_differences
         """.split()
     )
     assert names == set(batchopt.__all__)

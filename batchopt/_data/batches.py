@@ -70,7 +70,8 @@ class BatchSpec:
     """The rules for turning the user's data into a batch: how lists of samples are collated, and the loss of a batch.
 
     `device`: all tensors must be there, since the workers compute there; None: anywhere. `cache`: workers keep what
-    they have read of a dataset. `loss_fn`: samples may have weights if it is one of residuals.
+    they have read of a dataset. `loss_fn`: samples may have weights if it is one of residuals. `own`: the inputs of a
+    term of one sample that the user's data does not have; None: it has them.
     """
 
     collate: Collate | None
@@ -80,6 +81,7 @@ class BatchSpec:
     device: torch.device | None = None
     cache: bool = True
     loss_fn: LossFunction | None = None
+    own: torch.Tensor | None = None
 
     def weighed(self, part: Part) -> Part:
         """Return the part with the weighting of its samples."""
@@ -134,6 +136,11 @@ class BatchSpec:
 BatchSpecs = Mapping[str | None, BatchSpec]
 
 
+def with_samples(specs: BatchSpecs) -> BatchSpecs:
+    """Return the specs of the terms whose samples are the user's."""
+    return {name: spec for name, spec in specs.items() if spec.own is None}
+
+
 def reweighed(batch: Batch, specs: BatchSpecs) -> Batch:
     """Return a batch that was read before, with the weightings by these specs."""
     return Batch(tuple(specs[part.name].weighed(part) for part in batch.parts))
@@ -157,8 +164,11 @@ def read_batch(inputs: Any, targets: Any, options: Any, specs: BatchSpecs) -> Ba
         raise TypeError(
             f"the batch must be a dict with an entry for each of {list(terms)}; got {type(inputs).__name__}"
         )
-    check_names("the batch", inputs, terms)
-    return Batch(tuple(_read_term(name, inputs[name], spec) for name, spec in terms.items()))
+    own = {name: spec.own for name, spec in terms.items() if spec.own is not None}
+    if given := [name for name in own if name in inputs]:
+        raise ValueError(f"the batch has {given}, which is a Penalty, a function of the module alone: leave it out")
+    check_names("the batch", inputs, {name: spec for name, spec in terms.items() if name not in own})
+    return Batch(tuple(_read_term(name, own.get(name, inputs.get(name)), spec) for name, spec in terms.items()))
 
 
 def _read_term(name: str, entry: Any, spec: BatchSpec) -> Part:

@@ -14,7 +14,7 @@ from batchopt._data import arguments
 from batchopt._data.denominators import is_torchs_own, resolve_reduction
 from batchopt_workers.batch.items import Collate
 from batchopt_workers.batch.weighting import Denominators
-from batchopt_workers.evaluate.objective import LossFunction
+from batchopt_workers.evaluate.objective import LossFunction, ModuleFunction, OfModule
 from batchopt_workers.functions.squares import LOSSES, MeanSquare, ResidualFunction
 
 
@@ -80,8 +80,14 @@ def refuse_weights(criterion: Any, is_of_residuals: bool, denominators: Denomina
         )
 
 
+class AnyTerm:
+    """A term of an objective, with or without samples."""
+
+    weight: float
+
+
 @dataclass(frozen=True)
-class Term:
+class Term(AnyTerm):
     """One term of an objective: f is the sum over the terms of `weight` times the mean (or sum) over the term's
     samples.
 
@@ -150,11 +156,61 @@ class Term:
         return f"Term({', '.join([f'{name}={arguments.short(function)}', *changed])})"
 
 
+@dataclass(frozen=True)
+class Penalty(AnyTerm):
+    """A term of an objective that has no samples, beside the `Term`s: it adds `weight` times a function of the module,
+    such as a ridge, a total variation or a soft constraint on coefficients, to f.
+
+    Args:
+        function: `function(module) -> scalar`.
+        residual: instead of it, `residual(module)`, a tensor of any shape: the penalty is the mean of the squares of
+            its numbers, as for `Term`, and least squares know its Jacobian. `weight=n` of n numbers is their sum.
+        weight: finite and >= 0.
+
+    It is evaluated once in each evaluation, by one worker, and has no entry in the batch. `opt.losses` and
+    `opt.weights` have it under its name; `sample_counter` counts it as one sample. Raises `TypeError` or `ValueError`
+    for anything else.
+
+    >>> known = batchopt.Term(residual=lambda net, x, y: net(x) - y)
+    >>> ridge = batchopt.Penalty(residual=lambda net: net.weight, weight=0.1)
+    >>> net = torch.nn.Linear(3, 1, bias=False)
+    >>> with batchopt.BatchOptimizer(net, terms={"known": known, "ridge": ridge}, optimizer="lm") as opt:
+    ...     loss = opt.step({"known": (torch.rand(50, 3), torch.ones(50, 1))})
+    >>> torch.allclose(torch.tensor(opt.losses["ridge"]).float(), net.weight.square().mean())
+    True
+    """
+
+    function: ModuleFunction | None = None
+    weight: float = 1.0
+    residual: ModuleFunction | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if (self.function is None) == (self.residual is None):
+            raise TypeError(
+                "`function` of a Penalty must be a function of the module, or `residual` one in its place; "
+                f"got {'None' if self.residual is None else 'both'}"
+            )
+        for name in ("function", "residual"):
+            arguments.check_callable(name, getattr(self, name), ("module",))
+        object.__setattr__(self, "weight", _read_weight("`weight` of a Penalty", self.weight))
+
+    def __repr__(self) -> str:
+        name = "function" if self.residual is None else "residual"
+        return f"Penalty({name}={arguments.short(getattr(self, name))}, weight={self.weight})"
+
+    def _term(self) -> Term:
+        """Return the term of one sample that is the penalty: a sum, as it divides by no number of samples."""
+        if self.function is not None:
+            return Term(OfModule(self.function), self.weight, "sum")
+        assert self.residual is not None
+        return Term(residual=OfModule(self.residual, is_residual=True), weight=self.weight)
+
+
 def read_terms(terms: Any, **instead: Any) -> dict[str, Term] | None:
     """Return the given terms, by name; None if there are none. `instead`: the arguments that a `Term` replaces.
 
-    Raise `TypeError` or `ValueError` unless there is at least one, each is a `Term` under a string, and all of
-    `instead` are None.
+    Raise `TypeError` or `ValueError` unless there is at least one, each is a `Term` or a `Penalty` under a string, and
+    all of `instead` are None.
     """
     if terms is None:
         return None
@@ -165,15 +221,15 @@ def read_terms(terms: Any, **instead: Any) -> dict[str, Term] | None:
     for name, term in terms.items():
         if not isinstance(name, str):
             raise TypeError(f"the names in `terms` must be strings, got {type(name).__name__} {name!r}")
-        if not isinstance(term, Term):
+        if not isinstance(term, AnyTerm):
             hint = f": did you mean Term({getattr(term, '__name__', 'loss_fn')})?" if callable(term) else ""
-            raise TypeError(f"`terms[{name!r}]` must be a batchopt.Term, got {type(term).__name__}{hint}")
+            raise TypeError(f"`terms[{name!r}]` must be a batchopt.Term or Penalty, got {type(term).__name__}{hint}")
     for argument, value in instead.items():
         if value is not None:
             raise ValueError(
                 f"`terms` and `{argument}` are both given: each Term has its own loss_fn and what belongs to it"
             )
-    return dict(terms)
+    return {name: term if isinstance(term, Term) else term._term() for name, term in terms.items()}
 
 
 def reweighed(terms: Mapping[str, Term] | None, weights: Any) -> dict[str, Term]:

@@ -28,7 +28,8 @@ class BatchReader:
         """The rules by which data becomes a batch, by term name; the same object as long as nothing changes."""
         marks = marks_of(self._settings.criterion), self._workers.alone
         if self._read is None or self._read[0] != marks:
-            self._read = marks, self._settings.specs(None if self._workers.alone else self._device)
+            at = self._device
+            self._read = marks, self._settings.specs(None if self._workers.alone else at, at)
         return self._read[1]
 
     @property

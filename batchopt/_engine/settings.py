@@ -21,7 +21,7 @@ from batchopt.backends.base import Backend, CompressingBackend
 from batchopt.backends.nodes.compression import Compression, read_compress
 from batchopt_workers.batch.items import Collate, CollatesAll
 from batchopt_workers.batch.weighting import Denominators
-from batchopt_workers.evaluate.objective import LossFunction
+from batchopt_workers.evaluate.objective import LossFunction, is_of_module
 from batchopt_workers.evaluate.program import Hook, Precode, Program
 from batchopt_workers.functions.simulation import is_by_differences
 from batchopt_workers.functions.squares import MeanSquare
@@ -155,12 +155,14 @@ class Settings:
         terms = {name: replace(term, loss_fn=loss_fn) for (name, term), loss_fn in pairs if loss_fn is not None}
         return replace(changed, terms=terms)
 
-    def specs(self, device: torch.device | None) -> BatchSpecs:
-        """Return the rules by which data becomes a batch, on `device` if given, with the current criterion. Raises
-        `ValueError` for one that no longer reduces, or not as `reduction` says."""
+    def specs(self, device: torch.device | None, here: torch.device) -> BatchSpecs:
+        """Return the rules by which data becomes a batch, on `device` if given, with the current criterion; X is
+        `here`. Raises `ValueError` for a criterion that no longer reduces, or not as `reduction` says."""
         if self.terms is None:
             return {None: self._reading(self, resolve_reduction(self.reduction, self.criterion), device)}
-        return {name: self._reading(term, term.reduction, device) for name, term in self.terms.items()}
+        specs = {name: self._reading(term, term.reduction, device) for name, term in self.terms.items()}
+        own = torch.zeros(1, device=here)
+        return {n: replace(spec, own=own) if is_of_module(spec.loss_fn) else spec for n, spec in specs.items()}
 
     def _reading(self, of: Settings | Term, reduction: str, device: torch.device | None) -> BatchSpec:
         criterion, collate = of.criterion if isinstance(of, Settings) else None, of.collate_fn

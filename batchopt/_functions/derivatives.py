@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from batchopt._data.arguments import read_bool, read_columns, read_floating
-from batchopt._data.batches import BatchSpec
+from batchopt._data.batches import BatchSpec, with_samples
 from batchopt._engine.engine import Engine
 from batchopt._engine.prepared import prepared, whole
 from batchopt._functions.tasks import collect, of_each, select, total
@@ -81,7 +81,7 @@ def _products(engine: Engine, batch: Batch, directions: torch.Tensor) -> torch.T
 
 def input_gradients(engine: Engine, inputs: Any, targets: Any) -> Any:
     """Return df/d(inputs) in sample order; by term where there are terms."""
-    specs = engine.specs
+    specs = with_samples(engine.specs)
     selections = select(engine, inputs, targets, specs)
     tasks = {s.name: s.task(_input_gradients(specs[s.name], s.batch.parts[0])) for s in selections}
     return of_each(selections, lambda s: collect(engine, tasks[s.name], engine.weighed(Prepared(s.batch)).batch))

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from batchopt._data import arguments
-from batchopt._data.batches import BatchSpec, BatchSpecs, read_batch
+from batchopt._data.batches import BatchSpecs, read_batch, with_samples
 from batchopt._engine.checks import locate_nonfinite
 from batchopt._engine.engine import Engine
 from batchopt._mapreduce.answers import Answer, common_form, forms_of
 from batchopt._mapreduce.reduce import reduce_answers
 from batchopt_workers.batch.batch import Batch
 from batchopt_workers.functions.forms import summed, sums_layout
-from batchopt_workers.functions.runner import of_term
 from batchopt_workers.functions.task import Applied, ChunkFunction, PieceFunction, Task
 from batchopt_workers.wire.orders import Cut, Kind
 
@@ -58,8 +58,8 @@ def select(engine: Engine, inputs: Any, targets: Any, specs: BatchSpecs) -> list
         return [Selection(Batch((part,)), numbers.index(part.name)) for part in parts]
     if targets is not None:
         raise ValueError("`targets` were given without `inputs`: pass both, or neither for the loaded batch")
-    batch = engine.current_step().batch
-    return [Selection(of_term(batch, number), number, aside=False) for number in range(len(batch.parts))]
+    parts = engine.current_step().batch.parts
+    return [Selection(Batch((p,)), number, aside=False) for number, p in enumerate(parts) if p.name in specs]
 
 
 def read_functions(
@@ -90,7 +90,8 @@ def _some(known: Mapping[str, object]) -> str:
 
 def plain(specs: BatchSpecs) -> BatchSpecs:
     """Return the specs without losses and caching: samples are read once."""
-    return {name: BatchSpec(spec.collate, "mean", None, None, spec.device, False) for name, spec in specs.items()}
+    bare: dict[str, Any] = {"reduction": "mean", "criterion": None, "denominators": None, "loss_fn": None}
+    return {name: replace(spec, **bare, cache=False) for name, spec in specs.items()}
 
 
 def collect(engine: Engine, task: Task, batch: Batch, cut: Cut | None = None) -> Any:
@@ -131,8 +132,8 @@ def apply(
     inputs and targets, or None twice for the loaded batch."""
     engine.resync()
     arguments.read("train", train)
-    names = [*engine.specs]
-    found = read_functions(functions, names, arguments.read_bool("grad", grad), layers, engine.subject.module)
-    selections = select(engine, *data, plain(engine.specs))
+    specs = with_samples(engine.specs)
+    found = read_functions(functions, [*specs], arguments.read_bool("grad", grad), layers, engine.subject.module)
+    selections = select(engine, *data, plain(specs))
     selected = [s for s in selections if s.name in found]
     return of_each(selected, lambda s: gather(engine, s.task(found[s.name], train), s.batch))

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from batchopt import BatchOptimizer, Term
+from batchopt import BatchOptimizer, Penalty, Term
 from tests.card.conftest import CARDS
 from tests.card.programs import data, residual, short, square, there
 
@@ -276,6 +276,16 @@ def test_terms_and_their_weights(recorded: list[Any], device: torch.device) -> N
         return found
 
     alike(recorded, device, do, small, terms={"a": Term(square), "b": Term(square, weight=3.0)})
+    assert len(recorded) == 2
+
+
+def test_penalties(recorded: list[Any], device: torch.device) -> None:
+    def do(opt: BatchOptimizer, x: torch.Tensor, y: torch.Tensor) -> list[Any]:
+        opt.load({"a": (x, y)})
+        return [found for _ in range(3) for found in (opt.evaluate(), opt.grad_parameters.clone())]
+
+    ridge = Penalty(lambda module: module[0].weight.square().sum() + module[2].weight.square().sum())
+    alike(recorded, device, do, small, terms={"a": Term(square), "ridge": ridge})
     assert len(recorded) == 2
 
 

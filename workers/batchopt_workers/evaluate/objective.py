@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from batchopt_workers.batch.weighting import SAMPLE_WEIGHT, weighted
-from batchopt_workers.functions.squares import MeanSquare
+from batchopt_workers.functions.squares import MeanSquare, checked
 from batchopt_workers.wire.structures import map_tensors
 
 # Losses that compare each element of the output with one of the targets, and broadcast.
@@ -30,6 +30,25 @@ _OF_PAIRS = {
 }
 
 LossFunction = Callable[[torch.nn.Module, Any, Any], torch.Tensor]
+ModuleFunction = Callable[[Any], torch.Tensor]  # of a module of any class
+
+
+@dataclass(frozen=True)
+class OfModule:
+    """A function of the module alone, called as the loss function or (`is_residual`) as the residual of a term with a
+    single sample, at which it does not look."""
+
+    function: ModuleFunction
+    is_residual: bool = False
+
+    def __call__(self, module: torch.nn.Module, inputs: Any, targets: Any) -> torch.Tensor:
+        found = self.function(module)
+        return checked(found).reshape(1, -1) if self.is_residual else found
+
+
+def is_of_module(loss_fn: LossFunction | None) -> bool:
+    """Tell whether a loss function, or its residual, is a function of the module alone."""
+    return isinstance(getattr(loss_fn, "residual", loss_fn), OfModule)
 
 
 @dataclass(frozen=True)
@@ -68,7 +87,8 @@ class Objective:
         if isinstance(self.loss_fn, MeanSquare):
             source, loss = "residual", self.loss_fn(self.module, inputs, targets, sample_weight)
         elif self.loss_fn is not None:
-            source, loss = "loss_fn", self.loss_fn(self.module, inputs, targets)
+            source = "function" if isinstance(self.loss_fn, OfModule) else "loss_fn"
+            loss = self.loss_fn(self.module, inputs, targets)
         elif self.criterion is not None:
             found = self.module(inputs)
             output = map_tensors(torch.clone, found) if keeps else found
