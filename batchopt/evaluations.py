@@ -13,7 +13,14 @@ from batchopt._data.terms import reweighed
 from batchopt._engine.engine import Engine
 from batchopt._functions.closure import loss_with_graph
 from batchopt._functions.columns import deals, evaluate_by_columns
-from batchopt._functions.derivatives import check_exact, evaluate_many, full_gradient, hessian_products, input_gradients
+from batchopt._functions.derivatives import (
+    check_exact,
+    evaluate_many,
+    full_gradient,
+    hessian_products,
+    input_gradients,
+    term_gradients,
+)
 from batchopt._functions.least_squares import (
     LARGEST,
     Normal,
@@ -157,6 +164,26 @@ class Evaluations:
         (torch.Size([25]), torch.Size([25, 2]))
         """
         return hessian_products(self._engine, v)
+
+    def term_gradients(self) -> dict[str, torch.Tensor]:
+        """Return the gradient of each term of the loaded batch with respect to X, times its weight, by name: shape
+        `(n,)`, X's dtype. They sum up to df/dX, to rounding.
+
+        By one pass over the samples, with the chunks, draws and order of summation of `evaluate`: with `chunk_size`
+        the bits are the same for any number of workers. Gradients, `output` and counters are unchanged; prehook runs,
+        posthook does not. Each worker needs memory for some gradients of all terms. Raises `ValueError` without terms,
+        and what `evaluate` raises.
+
+        >>> known = batchopt.Term(residual=lambda model, x, y: model(x) - y)
+        >>> ridge = batchopt.Penalty(lambda model: model.weight.square().sum(), weight=0.1)
+        >>> line = torch.nn.Linear(1, 1).double()
+        >>> with batchopt.BatchOptimizer(line, terms={"known": known, "ridge": ridge}) as terms:
+        ...     terms.load({"known": (x, y)})
+        ...     gradients = terms.term_gradients()
+        >>> torch.allclose(gradients["ridge"], torch.tensor([0.2 * line.weight.item(), 0.0]).double())
+        True
+        """
+        return term_gradients(self._engine)
 
     # ---- least squares
 

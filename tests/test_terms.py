@@ -93,6 +93,32 @@ def test_a_term_of_weight_0_is_evaluated_and_adds_nothing() -> None:
     assert module["other"].weight.grad is None
 
 
+def test_the_gradients_of_terms_are_those_of_torch_and_sum_up_to_that_of_f() -> None:
+    found = set()
+    for parallelize in (1, 2, 3):
+        module = network()
+        with made(parallelize=parallelize, chunk_size=5) as opt:
+            opt.load(data())
+            each = opt.term_gradients()
+            assert opt.eval_counter == 0
+            opt.evaluate()
+            torch.testing.assert_close(each["pde"] + each["data"], opt.grad_parameters, rtol=1e-12, atol=1e-13)
+        for name, other in (("pde", "data"), ("data", "pde")):
+            _, gradient, _ = plain(module, {**WEIGHTS, other: 0.0})
+            torch.testing.assert_close(each[name], gradient, rtol=1e-12, atol=1e-13)
+        found.add(tuple(torch.cat([*each.values()]).tolist()))
+    assert len(found) == 1
+
+
+def test_gradients_of_terms_need_terms_and_have_the_dtype_of_x() -> None:
+    with loaded(network(torch.float32), None, data(torch.float32), terms=terms(pde=0.0), parallelize=2) as opt:
+        each = opt.term_gradients()
+        assert each["data"].dtype == torch.float32
+        assert not each["pde"].any()
+    with loaded(network(), nn.MSELoss(), *data()["data"]) as opt, pytest.raises(ValueError, match="there are no terms"):
+        opt.term_gradients()
+
+
 def test_hooks_see_the_term_and_the_positions_within_it() -> None:
     def note(worker: Worker, sample: Sample) -> Any:
         return sample.term, sample.indices, sample.options, sample.loss

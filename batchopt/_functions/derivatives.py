@@ -21,7 +21,13 @@ from batchopt.errors import NonFiniteError
 from batchopt_workers.batch.batch import Batch, Columns, Part
 from batchopt_workers.batch.items import Items
 from batchopt_workers.batch.weighting import Weighting
-from batchopt_workers.functions.derivatives import AtPoints, HessianProducts, InputGradients, refuse_varying
+from batchopt_workers.functions.derivatives import (
+    AtPoints,
+    HessianProducts,
+    InputGradients,
+    TermGradients,
+    refuse_varying,
+)
 from batchopt_workers.functions.task import Task
 from batchopt_workers.wire.orders import Cut
 from batchopt_workers.wire.structures import all_finite
@@ -77,6 +83,17 @@ def _products(engine: Engine, batch: Batch, directions: torch.Tensor) -> torch.T
         _check_graph(engine)
     engine.observers.did("product", began)
     return found.to(directions.dtype)
+
+
+def term_gradients(engine: Engine) -> dict[str, torch.Tensor]:
+    """Return the gradient of each term, with its weight, by name: shape `(n,)`, X's dtype. Raises `ValueError` if
+    there are no terms."""
+    check_exact(engine, "term_gradients()")
+    batch, terms, x = engine.current_step().batch, engine.reader.terms, engine.subject.x
+    if terms is None:
+        raise ValueError("there are no terms: the gradient of f is `grad_parameters`, after evaluate()")
+    found = total(engine, Task(TermGradients(len(terms)), term=None), batch, "gradient of a term")
+    return dict(zip(terms, found.to(x), strict=True))
 
 
 def input_gradients(engine: Engine, inputs: Any, targets: Any) -> Any:

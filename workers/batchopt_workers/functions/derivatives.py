@@ -109,14 +109,36 @@ class HessianProducts:
             with GradsKept(parameters):
                 # `autograd.grad` would pass over functions that cannot be differentiated twice; this raises
                 torch.autograd.backward([g for _, g in varying], [views[i] for i, _ in varying], retain_graph=True)
-                for slot, parameter in zip(layout.slots, parameters, strict=True):
-                    if parameter.grad is not None:
-                        found = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
-                        own = product[slot.offset : slot.offset + slot.numel]
-                        own.copy_(reals(found).flatten())
-                        if context.weight != 1.0:
-                            own.mul_(context.weight)
+                _take(layout, context, product)
         return products
+
+
+def _take(layout: Layout, context: PieceContext, row: torch.Tensor) -> None:
+    """Write what a backward has left at the parameters, times the weight in f, to a row of zeros, shape `(n,)`."""
+    for slot, parameter in zip(layout.slots, context.parameters, strict=True):
+        if parameter.grad is not None:
+            found = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+            own = row[slot.offset : slot.offset + slot.numel]
+            own.copy_(reals(found).flatten())
+            if context.weight != 1.0:
+                own.mul_(context.weight)
+
+
+@dataclass(frozen=True)
+class TermGradients:
+    """The gradient of each of so many `terms`, with its weight in f: shape `(terms, n)`."""
+
+    terms: int
+
+    def __call__(self, piece: Piece, context: PieceContext) -> torch.Tensor:
+        layout, device = _layout(context.parameters), context.parameters[0].device
+        found = torch.zeros(self.terms, layout.size, dtype=layout.sum_dtype, device=device)
+        with GradsKept(context.parameters):
+            loss = context.loss()
+            if context.weight != 0.0:
+                loss.backward()  # type: ignore[no-untyped-call]
+                _take(layout, context, found[piece.term])
+        return found
 
 
 @dataclass(frozen=True)
