@@ -11,10 +11,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from batchopt._data.arguments import NumberFunction as NumberFunction
 from batchopt._data.arguments import check_callable as check_callable
 from batchopt._data.arguments import read
 from batchopt._data.arguments import read_bool as read_bool
 from batchopt._data.arguments import read_count as read_count
+from batchopt._data.arguments import read_numbers as read_numbers
 from batchopt._data.arguments import read_positive as read_positive
 from batchopt._data.batches import as_tensors as as_tensors
 from batchopt._data.epochs import Batches as Batches

@@ -130,7 +130,8 @@ class BatchOptimizer(Studies):
             cannot be compiled is a `CompileError`. Needs a C++ compiler. Both are compared with eager evaluations now
             and then: graphs have the same bits, and compiled ones differ by rounding.
         history: `True`: `history` keeps a row for each accepted point of an optimizer of batchopt, or each step of
-            another one; a number: each k-th. Default: none.
+            another one; a number: each k-th. `{name: function}`: one for each, and in it what `function(module)`
+            returns there, a number or a tensor of one or a few, shape `(k,)`. Default: none.
         verbose: 0 silent, 1 a progress bar, 2 a log record for every evaluation, 3 the workers' shares too.
 
     When something happens:
@@ -194,7 +195,7 @@ class BatchOptimizer(Studies):
         optimizer: OptimizerChoice = "lbfgs",
         chunk_size: int | Literal["auto"] | None = None,
         compile: bool | Literal["auto"] | None = None,
-        history: bool | int = False,
+        history: bool | int | Mapping[str, Callable[[Any], Any]] = False,
         verbose: Literal[0, 1, 2, 3] = 0,
         on_nonfinite: OnNonfinite = "raise",
         on_interrupt: Literal["keep", "undo"] = "keep",
@@ -221,7 +222,8 @@ class BatchOptimizer(Studies):
             raise
         self._rollback = Rollback(subject.x)
         self._steps = Steps(self._engine, self._rollback, requests)
-        self._history = History(settings.history) if settings.history else None
+        kept = settings.history
+        self._history = History(1, kept, module) if isinstance(kept, Mapping) else History(kept) if kept else None
         if self._history is not None:
             self._engine.observers.append(self._history)
 

@@ -7,7 +7,7 @@ import inspect
 import math
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -55,9 +55,29 @@ def _read_compile(name: str, value: Any) -> bool | str:
     return value or False
 
 
-def _read_history(name: str, value: Any) -> int:
-    """Return the interval of kept iterations; 0: none are."""
+def _read_history(name: str, value: Any) -> int | Mapping[str, NumberFunction]:
+    """Return the interval of kept iterations; 0: none are. Or functions of the module whose values are kept, too."""
+    if isinstance(value, Mapping):
+        return read_numbers(name, value)
     return int(value) if isinstance(value, bool) else read_count(name, value)
+
+
+# `function(module)`: a number, or a tensor of one or of shape `(k,)`.
+NumberFunction = Callable[[Any], Any]
+# What lines about iterations have of their own.
+_OWN = set("step iteration evaluations f seconds terms gradient change length trials loss lr".split())
+
+
+def read_numbers(name: str, value: Any) -> dict[str, NumberFunction]:
+    """Return functions of the module by the names of their values. Raise `TypeError`, and `ValueError` for a name that
+    a row of the history has."""
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise TypeError(f"`{name}` must be a dict of names and functions of the module, got {value!r}")
+    for key, function in value.items():
+        if key in _OWN:
+            raise ValueError(f"`{name}` has {key!r}, which rows have of their own: call it something else")
+        check_callable(f"{name}[{key!r}]", function, ("module",))
+    return dict(value)
 
 
 def read_positive(name: str, value: Any, what: str = "number") -> float:

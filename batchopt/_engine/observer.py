@@ -51,7 +51,7 @@ class Observer:
         """Handle the beginning of an optimizer's step."""
 
     def accepted(self, step: int, point: Iteration) -> None:
-        """Handle a point that an optimizer of batchopt has accepted in the `step`-th step."""
+        """Handle a point that an optimizer of batchopt has accepted in the `step`-th step; the parameters are there."""
 
     def step_ended(self, found: Stepped | None) -> None:
         """Handle the end of a step; None: it was undone, as after an exception."""

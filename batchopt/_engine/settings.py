@@ -73,7 +73,7 @@ class Settings:
     graph: bool
     stop_on: tuple[signal.Signals, ...]
     on_interrupt: str
-    history: int
+    history: int | Mapping[str, arguments.NumberFunction]
     compress: Compression | None
     automatic: bool = False
     candidates: tuple[torch.device, ...] = ()

@@ -30,6 +30,10 @@ class Steps(Watch):
         self._batch: Batch | None = None  # of the present step; `optimize()` may be called without one
         self._held = Held()
 
+    @property
+    def looks(self) -> bool:  # type: ignore[override]
+        return bool(self._engine.observers)
+
     def accepted(self, point: Iteration) -> None:
         for observer in self._engine.observers:
             observer.accepted(self._engine.past.counters.batches + 1, point)

@@ -8,12 +8,27 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from batchopt.extending import Evaluated, Observer, Stepped, read_count
+import torch
+
+from batchopt.extending import Evaluated, NumberFunction, Observer, Stepped, read_count, read_numbers
 from batchopt.extras.figure import blank
 from batchopt.optim import Iteration
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+def _plain(name: str, value: Any) -> float | list[float]:
+    """Return what the user's function of this name has returned as a number, or as a list of several."""
+    needed = f"the function {name!r} must return a real number, or a tensor of one or of shape (k,); got"
+    try:
+        found = torch.as_tensor(value).detach()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{needed} {type(value).__name__}") from error
+    if found.is_complex() or (found.numel() != 1 and found.dim() != 1):
+        raise ValueError(f"{needed} shape {tuple(found.shape)} of {found.dtype}")
+    numbers: list[float] = found.double().reshape(-1).tolist()
+    return numbers[0] if found.numel() == 1 else numbers
 
 
 class History(Observer):
@@ -22,12 +37,18 @@ class History(Observer):
     A row has `step`, `iteration`, `evaluations` and `seconds` (all so far, seconds in steps only), `f`, and where it
     has them `terms`; of an accepted point also the largest element of the `gradient`, the `change` of X (Euclidean
     length), the `length` of the step along the direction, and the `trials` of its line search: pairs of a length and
-    f there. A step that is undone leaves no rows. `history["f"]` is a column, `len(history)` the number of rows.
+    f there; and numbers of the user's. A step that is undone leaves no rows. `history["f"]` is a column,
+    `len(history)` the number of rows.
     """
 
-    def __init__(self, every: int = 1) -> None:
-        """Keep the rows of each `every`-th iteration."""
-        self.every = read_count("history", every)
+    def __init__(
+        self,
+        every: int = 1,
+        numbers: Mapping[str, NumberFunction] = {},  # never modified
+        module: torch.nn.Module | None = None,
+    ) -> None:
+        """Keep the rows of each `every`-th iteration, with what each of `numbers` returns for the `module`."""
+        self.every, self.numbers, self._module = read_count("history", every), read_numbers("numbers", numbers), module
         self.rows: list[dict[str, Any]] = []
         # of each evaluation of the present step since its last point, with f; nothing of one that raised
         self._terms: list[tuple[float, Mapping[str, float]]] | None = None
@@ -80,7 +101,9 @@ class History(Observer):
     def _add(self, step: int, iteration: int, evaluations: int, f: float, terms: Mapping[str, float]) -> None:
         row = {"step": step, "iteration": iteration, "evaluations": evaluations, "f": f}
         seconds = self._seconds + time.perf_counter() - self._began
-        self.rows.append({**row, "seconds": seconds, **({"terms": dict(terms)} if terms else {})})
+        with torch.no_grad():
+            own = {name: _plain(name, function(self._module)) for name, function in self.numbers.items()}
+        self.rows.append({**row, "seconds": seconds, **({"terms": dict(terms)} if terms else {}), **own})
 
     # ---- what becomes of it
 

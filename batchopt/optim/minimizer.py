@@ -112,6 +112,8 @@ _PAUSED = ("paused", "paused_x", "paused_gradient")
 class Watch:
     """Follows a step, and may pause it."""
 
+    looks = False  # whether the parameters have to be at an accepted point when it is told of
+
     def accepted(self, point: Iteration) -> None:
         """Handle an accepted point."""
 
@@ -441,11 +443,11 @@ class Minimizer(torch.optim.Optimizer):
         before = memory.get("func_evals", 0)
         numbers = memory.get("n_iter", 0) + run.iterations, before + run.function.evaluations
         point = Iteration(*numbers, here.f, run.steepest, step, run.change, run.trials, before + here.number)
-        run.watch.accepted(point)
-        if self.callback is not None:
+        if self.callback is not None or run.watch.looks:
             self._vector.write(here.x)  # not necessarily the last point evaluated
-            if self.callback(point):
-                return Status.CALLBACK
+        run.watch.accepted(point)
+        if self.callback is not None and self.callback(point):
+            return Status.CALLBACK
         return Status.CHANGE if self._changed_little(run, f) else None
 
     def _changed_little(self, run: Search, f: float) -> bool:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any, cast
 
-from batchopt.extending import Stepped, check_callable, observe
+from batchopt.extending import NumberFunction, Stepped, check_callable, observe
 from batchopt.extras.history import History
 from batchopt.optim import Iteration
 from batchopt.optimizer import BatchOptimizer
@@ -85,15 +85,21 @@ class TensorBoard(Log):
 
 
 @contextmanager
-def log_steps(opt: BatchOptimizer, *logs: Write, every: int = 1) -> Iterator[None]:
+def log_steps(
+    opt: BatchOptimizer,
+    *logs: Write,
+    every: int = 1,
+    numbers: Mapping[str, NumberFunction] = {},  # never modified
+) -> Iterator[None]:
     """Call `log(numbers, iteration)` with the numbers of each step in the body: for loops of your own, as
     `fit(log=...)` does for its own.
 
     It is called for each accepted point of an optimizer of batchopt (with `every`, for each so many-th), and for each
     step of another one: `loss`, `evaluations`, `seconds`, `lr`, the `gradient` and the other numbers of a row of
-    `opt.history`, and the loss of each term as `loss/` plus its name. Iterations go on from a checkpoint. Lines are
-    passed on at once: those of a step that is undone stay. With several ranks only the first one calls. Raises
-    `TypeError` for anything but a function of two arguments.
+    `opt.history`, and the loss of each term as `loss/` plus its name. `numbers` are of yours: what `function(module)`
+    returns there, under its name, a number or a tensor of one; of several, shape `(k,)`, as `name/0`, `name/1`, ...
+    Iterations go on from a checkpoint. Lines are passed on at once: those of a step that is undone stay. With several
+    ranks only the first one calls. Raises `TypeError` for anything but a function of two arguments.
 
     >>> x, model = torch.linspace(-1, 1, 100)[:, None], torch.nn.Linear(1, 1)
     >>> with batchopt.BatchOptimizer(model, torch.nn.MSELoss(), optimizer="adam") as opt:
@@ -103,15 +109,17 @@ def log_steps(opt: BatchOptimizer, *logs: Write, every: int = 1) -> Iterator[Non
     """
     for log in logs:
         check_callable("log", log, ("numbers", "iteration"))
-    with observe(opt, _Passed(opt, logs if opt.is_main else (), every)):
+    with observe(opt, _Passed(opt, logs if opt.is_main else (), every, numbers)):
         yield
 
 
 class _Passed(History):
     """Rows that are passed on to functions instead of being kept."""
 
-    def __init__(self, opt: BatchOptimizer, logs: Sequence[Write], every: int) -> None:
-        super().__init__(every)
+    def __init__(
+        self, opt: BatchOptimizer, logs: Sequence[Write], every: int, numbers: Mapping[str, NumberFunction]
+    ) -> None:
+        super().__init__(every, numbers, opt.module)
         self._opt, self._logs = opt, logs
 
     def accepted(self, step: int, point: Iteration) -> None:
@@ -125,7 +133,9 @@ class _Passed(History):
     def _pass_on(self) -> None:
         for row in self.rows:
             terms = {f"loss/{name}": loss for name, loss in row.get("terms", {}).items()}
-            line = {"loss": row["f"], **row, **terms, **learning_rate(self._opt.optimizer)}
+            several = {n: row[n] for n in self.numbers if isinstance(row[n], list)}
+            each = {f"{name}/{i}": one for name, found in several.items() for i, one in enumerate(found)}
+            line = {"loss": row["f"], **row, **terms, **each, **learning_rate(self._opt.optimizer)}
             del line["f"], line["iteration"]
             for log in self._logs:
                 log(writable(line), row["iteration"])
