@@ -18,9 +18,14 @@ of these, parameters, buffers and counters are as they were before the step.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
+
+import torch
+
+from batchopt_workers.batch.batch import Batch
+from batchopt_workers.evaluate.objective import LossFunction, is_of_module
 
 _NO_TERMS: Mapping[str, range] = MappingProxyType({})
 
@@ -214,7 +219,27 @@ class CheckpointError(BatchoptError):
     """
 
 
-def add_data_indices(error: BatchoptError, rows: Sequence[int] | None) -> None:
+def explain(
+    error: BatchoptError,
+    batch: Batch,
+    rows: Sequence[int] | None,
+    loss_fns: Sequence[LossFunction | None],
+    criterion: Any,
+    x: torch.dtype,
+) -> None:
+    """Add to the message of an error in an evaluation what the batch has to do with it. `rows`: the indices of its
+    samples in the data, if they are known; `loss_fns`: of its terms; `x`: the dtype of the parameters."""
+    _add_data_indices(error, rows)
+    _add_whole(error, batch.size)
+    pairs = zip(batch.parts, loss_fns, strict=True)
+    lacking = [p.name for p, loss_fn in pairs if p.targets is None and p.collate is None and not is_of_module(loss_fn)]
+    _add_lack_of_targets(error, lacking, criterion)
+    _add_dtypes(error, [tensor.dtype for tensor in batch.tensors()], x)
+    if tuple(loss_fns) == (None,):
+        _add_way_to_call(error, batch.example)
+
+
+def _add_data_indices(error: BatchoptError, rows: Sequence[int] | None) -> None:
     """Add to the message the indices in the data of the samples that it names; `rows` has them for the full batch."""
     samples = getattr(error, "samples", None)
     if samples and rows is not None and not getattr(error, "terms", None):
@@ -222,7 +247,7 @@ def add_data_indices(error: BatchoptError, rows: Sequence[int] | None) -> None:
         error.args = (f"{error} [of the data: {first}{', ...' if len(samples) > 3 else ''}]",)
 
 
-def add_way_to_call(error: BatchoptError, inputs: Any) -> None:
+def _add_way_to_call(error: BatchoptError, inputs: Any) -> None:
     """Add to the message of a wrong call how a module is called with the items of `inputs`, if they have some."""
     if not isinstance(error, WorkerError) or error.type_name not in ("TypeError", "AttributeError"):
         return
@@ -238,7 +263,31 @@ def add_way_to_call(error: BatchoptError, inputs: Any) -> None:
     )
 
 
-def add_whole(error: BatchoptError, size: int) -> None:
+def _add_lack_of_targets(error: BatchoptError, lacking: Sequence[str | None], criterion: Any) -> None:
+    """Add to the message of a wrong call that the batch has no targets for the terms `lacking` (None: there are no
+    terms), if the criterion needs them, or None was used in their place."""
+    if not isinstance(error, WorkerError) or error.type_name not in ("TypeError", "AttributeError"):
+        return
+    names = [name for name in lacking if name is None or name in error.terms]
+    called = getattr(criterion, "__name__", f"{type(criterion).__name__}.forward")
+    if names and (f"{called}() missing" in error.message or "NoneType" in error.message):
+        given = "step(inputs, targets)" if names[0] is None else f"{{{names[0]!r}: (inputs, targets)}}"
+        error.args = (f"{error} (the batch has no targets: if the loss needs them, give {given})",)
+
+
+def _add_dtypes(error: BatchoptError, dtypes: Iterable[torch.dtype], x: torch.dtype) -> None:
+    """Add to the message of an operation between dtypes those of the data that are not the parameters' `x`."""
+    others = sorted({str(dtype) for dtype in dtypes if dtype.is_floating_point and dtype != x})
+    if not isinstance(error, WorkerError) or error.type_name != "RuntimeError" or not others:
+        return
+    if re.search(r"dtype|scalar type|type .*should be the same", error.message):
+        error.args = (
+            f"{error} (the batch has {' and '.join(others)}, and the parameters are {x}: convert the data by .to({x}), "
+            f"or the module by .to({others[0]}))",
+        )
+
+
+def _add_whole(error: BatchoptError, size: int) -> None:
     """Add to the message of an error in a part of the batch, which names the `size` of the whole, how to see it all."""
     if isinstance(error, WorkerError) and 0 < len(error.samples) < size and re.search(rf"\b{size}\b", error.message):
         error.args = (

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+from batchopt._data.arguments import read_bool
 from batchopt._machine.ownership import exclusive
 from batchopt.evaluations import Evaluations
 
@@ -20,17 +21,19 @@ class Studies(Evaluations):
     """Examines whether f is right, how fast it is, what was done when, and what its minimum says."""
 
     @exclusive
-    def check(self, inputs: Any, targets: Any = None, options: Sequence[Any] | None = None) -> Diagnosis:
+    def check(
+        self, inputs: Any, targets: Any = None, options: Sequence[Any] | None = None, *, double: bool = True
+    ) -> Diagnosis:
         """Check that f and its gradient describe one function on this batch, and that the parallel one equals the
         serial one.
 
         Evaluates twice for equal bits; compares the gradient with finite differences, in float64 where the module can
-        be evaluated in it; the batch in chunks with the full batch; workers with this process. The precision of f, for
-        a module that computes in single precision inside or solves an equation to a tolerance, is measured, and
-        differences that it explains are accepted: it detects a slope that is off by a thousandth, and a cut by a
-        hundred-thousandth, or the limit set by that precision. Returns a `Diagnosis`: `healthy`, `culprit`, and a
-        report when printed. Parameters, counters and later draws are as before; hooks run, in this process too. A batch
-        has to be loaded again.
+        be evaluated in it (`double=False`: in its own dtype, which detects less); the batch in chunks with the full
+        batch; workers with this process. The precision of f, for a module that computes in single precision inside or
+        solves an equation to a tolerance, is measured, and differences that it explains are accepted: it detects a
+        slope that is off by a thousandth, and a cut by a hundred-thousandth, or the limit set by that precision.
+        Returns a `Diagnosis`: `healthy`, `culprit`, and a report when printed. Parameters, counters and later draws are
+        as before; hooks run, in this process too. A batch has to be loaded again.
 
         >>> opt.check(x, y)  # doctest: +ELLIPSIS
         ok   two evaluations have the same bits: difference 0.0e+00
@@ -41,7 +44,7 @@ class Studies(Evaluations):
         """
         from batchopt.extras.doctor import examine
 
-        return examine(self, inputs, targets, options)
+        return examine(self, (inputs, targets, options), read_bool("double", double))
 
     @exclusive
     def scaling(self, *, seconds: float = 5.0) -> Scaling:

@@ -242,6 +242,7 @@ build(precode=writes_a_log()) -> TypeError: `precode` cannot be sent...it captur
 build(criterion=lambda output, targets, lock=LOCK: output.sum()) -> TypeError: lock' (...lock)
 build(loss_fn=lambda module, inputs, targets, lock=LOCK: None) -> TypeError: lock' (...lock)
 build(prehook=lambda worker, sample, n=(n for n in X): None) -> TypeError: `prehook`...it captures 'n' (generator)
+build(optimizer=<"bfgs" | "BFGS">) -> ValueError: got <>: did you mean 'ssbroyden'?
 build(optimizer=<"newton" | "" | "optimizer">) -> ValueError: must be one of [...'adam'...'lbfgs'...]...got <>
 build(optimizer=nn.Linear) -> TypeError: a class of optimizers, a factory, an instance or None; got <class
 build(optimizer=Needy) -> TypeError: (missing a required argument: 'lr'): pass lambda params: Needy(params, ...)
@@ -292,7 +293,7 @@ build(ray_options={}) -> ValueError: `ray_options` are for backend='ray', got ba
 build(terms={}) -> ValueError: `terms` is empty: give one Term at least
 build(terms=[Term(misfit)]) -> TypeError: `terms` must be a dict of names and batchopt.Term, got list
 build(terms={3: Term(misfit)}) -> TypeError: the names in `terms` must be strings, got int 3
-build(terms={"a": misfit}) -> TypeError: `terms['a']` must be a batchopt.Term, ...did you mean Term(misfit)?
+build(terms={"a": misfit}) -> TypeError: `terms['a']` must be a batchopt.Term or Penalty, ...did you mean Term(misfit)?
 Term(None) -> TypeError: got None
 Term(nn.MSELoss) -> TypeError: got the class MSELoss
 Term(lambda x: x) -> TypeError: must be callable as loss_fn
@@ -464,6 +465,9 @@ step(module=failing(math.sqrt, -1)) -> WorkerError: math domain error (if ...by 
 step(X, Y, loss_fn=lambda m, x, y: (m(x) - Y).mean(), chunk_size=2) -> WorkerError: of the 4 samples: what has a row for
 step(X, Y, loss_fn=lambda m, x, y: (m(x) - Y).mean(), parallelize=2) -> WorkerError: cannot be divided: use parallelize
 step({"x": X, "mask": X}, Y, module=Keywords()) -> WorkerError: a dict; for ...: loss_fn=lambda m, x, t: criterion(m(**x
+step(X, parallelize=<1 | 2>) -> WorkerError: 'target' (the batch has no targets: ...give step(inputs, targets)
+step({"a": X}, terms={"a": Term(misfit)}) -> WorkerError: (the batch has no targets: ...give {'a': (inputs, targets)})
+step(X.double(), Y) -> WorkerError: (the batch has torch.float64, and the parameters are torch.float32: convert
 step((X, X), Y, module=Keywords(), parallelize=2) -> WorkerError: a tuple; for...: loss_fn=...criterion(m(*x), t))
 step(Listed(*[({"x": X[0]}, Y[0])] * 4)) -> WorkerError: a dict; for an argument for each item: loss_fn=
 on(lambda opt: opt.hvp([1.0] * 103)) -> TypeError: got list

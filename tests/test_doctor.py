@@ -193,6 +193,13 @@ def test_the_doctor_is_silent_on_the_healthy(name: str) -> None:
             opt.step(case.inputs, case.targets)
 
 
+@pytest.mark.parametrize("double", [True, False])
+def test_it_stays_in_the_dtype_of_the_parameters_if_asked_to(double: bool) -> None:
+    with BatchOptimizer(nn.Linear(6, 4), nn.MSELoss()) as opt:
+        found = opt.check(torch.rand(40, 6), torch.rand(40, 4), double=double)
+    assert found.healthy and f"slope of f (torch.float{64 if double else 32})" in str(found), str(found)
+
+
 def test_the_patient_is_as_before() -> None:
     case, found = mlp(), []
     for parallelize in (2, 1):

@@ -24,6 +24,10 @@ _OURS: dict[str, type[torch.optim.Optimizer]] = {
 }
 
 
+# What others call them.
+_MEANT = {"bfgs": "ssbroyden", "l-bfgs": "lbfgs", "l-bfgs-b": "lbfgs", "levenbergmarquardt": "lm"}
+
+
 def _by_name() -> dict[str, type[torch.optim.Optimizer]]:
     found = {}
     for name, kind in vars(torch.optim).items():
@@ -37,7 +41,10 @@ def check_choice(choice: OptimizerChoice, parameters: Sequence[torch.nn.Paramete
     cannot work; `TypeError` for anything but a name, a factory or an optimizer."""
     if isinstance(choice, str):
         if choice.lower() not in (kinds := _by_name()):
-            raise ValueError(f"`optimizer` must be one of {sorted(kinds)}, a factory or an instance; got {choice!r}")
+            meant = _MEANT.get(choice.lower())
+            hint = "" if meant is None else f": did you mean {meant!r}?"
+            needed = f"`optimizer` must be one of {sorted(kinds)}, a factory or an instance"
+            raise ValueError(f"{needed}; got {choice!r}{hint}")
     elif isinstance(choice, torch.optim.Optimizer):
         _check_optimizer(choice, parameters)
     elif isinstance(choice, type) and issubclass(choice, torch.optim.Optimizer):

@@ -58,7 +58,7 @@ from batchopt._program.flatten import check_hooks
 from batchopt._program.frequencies import refuse_frequencies
 from batchopt.backends.base import Prepared
 from batchopt.backends.nodes.compression import DoesNotFit
-from batchopt.errors import BatchoptError, NonFiniteError, WorkerError, add_data_indices, add_way_to_call, add_whole
+from batchopt.errors import BatchoptError, NonFiniteError, WorkerError, explain
 from batchopt_workers.batch.batch import Batch
 from batchopt_workers.evaluate.program import Hook
 from batchopt_workers.functions.task import Task
@@ -250,10 +250,8 @@ class Engine:
                 loss = self._reduce(answers, into) if reduce is None else reduce(answers)
             except BatchoptError as error:
                 if self.step is not None:
-                    add_data_indices(error, self.step.rows())
-                    add_whole(error, self.step.batch.size)
-                    if self.settings.loss_fns == (None,):
-                        add_way_to_call(error, self.step.batch.example)
+                    rows, settings = self.step.rows(), self.settings
+                    explain(error, self.step.batch, rows, settings.loss_fns, settings.criterion, self.subject.x.dtype)
                 answers, mapped, loss = [], time.perf_counter(), self._infinite(error)
             self.count(loss.item(), answers, began, mapped)
             return loss

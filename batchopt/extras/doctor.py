@@ -168,10 +168,11 @@ def best_slope(stencils: Sequence[Stencil]) -> Verdict:
 class Examination:
     """The checks of one function on one batch, each made on request."""
 
-    def __init__(self, opt: Evaluations, batch: tuple[Any, Any, Any], chunk_size: int) -> None:
-        """Examine `opt`, in which the batch is loaded, cut into chunks of this size."""
+    def __init__(self, opt: Evaluations, batch: tuple[Any, Any, Any], chunk_size: int, double: bool) -> None:
+        """Examine `opt`, in which the batch is loaded, cut into chunks of this size; `double`: in float64 if it can be
+        evaluated in it."""
         self._opt, self._batch, self._chunk_size, self.size = opt, batch, chunk_size, extending.batch_size(opt)
-        self._doubles = self._can_double()
+        self._doubles = double and self._can_double()
         self._dtype = torch.float64 if self._doubles else opt.parameters.dtype
         self._cut_tolerance = CUT_TOLERANCE if self._dtype is torch.float64 else SINGLE
         self.undecided = False  # a cut could not be judged
@@ -290,9 +291,8 @@ class Examination:
         return same("workers compute what this process does", serial, _value(self._opt), tolerance)
 
 
-def examine(opt: Evaluations, inputs: Any, targets: Any, options: Any) -> Diagnosis:
+def examine(opt: Evaluations, batch: tuple[Any, Any, Any], double: bool) -> Diagnosis:
     """Check `opt` on a batch; stop at the first check that fails."""
-    batch = inputs, targets, options
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with extending.examining(opt, "check()"):
@@ -300,7 +300,7 @@ def examine(opt: Evaluations, inputs: Any, targets: Any, options: Any) -> Diagno
             size = extending.chunk_size(opt) or math.ceil(extending.batch_size(opt) / max(CHUNKS, len(opt.workers)))
         with extending.examining(opt, "check()", chunk_size=size):
             opt.load(*batch)
-            return _examine(opt, Examination(opt, batch, size))
+            return _examine(opt, Examination(opt, batch, size, double))
 
 
 def _examine(opt: Evaluations, examination: Examination) -> Diagnosis:
