@@ -575,7 +575,7 @@ class Evaluations:
         their means. Sums are in float64, in the order of the batches; with `chunk_size` the bits are the same for any
         number of workers. The gradient is also left in `grad_parameters` and every `.grad`. X, buffers, later draws and
         the counters of batches are unchanged; each batch is an evaluation, and `output` is the last one's. A batch has
-        to be loaded again. Raises `ValueError` if there is no sample, or more than one term, as each has its own mean
+        to be loaded again. Raises `ValueError` if there is no sample, or more than one `Term`, as each has its own mean
         and a batch's gradient is their sum; and if all targets of a batch have class weight 0 under label smoothing.
         Raises what `load`, `evaluate` and `data` raise; then the counters are unchanged too.
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from batchopt import Batches, BatchOptimizer, NonFiniteError, Penalty, Term, WorkerError
+from batchopt import SVRG, Batches, BatchOptimizer, NonFiniteError, Penalty, Term, WorkerError
 from batchopt.training import fit
 
 TERMS = {
@@ -94,6 +94,21 @@ def test_loaders_checks_and_checkpoints_have_batches_without_it(tmp_path: Any) -
     with BatchOptimizer(line(), **made) as opt:
         opt.load_checkpoint(tmp_path / "checkpoint.pt")
         assert list(opt.steps(Batches(batch(), 20))) == losses
+
+
+def test_the_gradient_of_many_batches_has_it_once() -> None:
+    with BatchOptimizer(line(), terms=TERMS, optimizer=None, parallelize=2) as opt:
+        f, gradient = opt.full_gradient(Batches(batch(), 20))  # of which the last one is shorter
+        opt.load(batch())
+        assert f == pytest.approx(opt.evaluate().item(), rel=1e-12)
+        torch.testing.assert_close(gradient, opt.grad_parameters, rtol=1e-12, atol=1e-14)
+    terms = {"data": Term(lambda m, x, y: (m(x) - y).square().sum(), reduction="sum"), "ridge": TERMS["ridge"]}
+    with BatchOptimizer(line(), terms=terms, optimizer=None) as opt:  # each batch of a sum would add it
+        with pytest.raises(ValueError, match="penalties only beside a mean"):
+            opt.full_gradient(Batches(batch(), 20))
+    with BatchOptimizer(line(), terms=TERMS, optimizer=lambda p: SVRG(torch.optim.SGD(p, lr=0.05))) as opt:
+        fit(opt, Batches(batch(), 10, shuffle=True), epochs=60)
+        torch.testing.assert_close(opt.parameters, ridge(), rtol=1e-4, atol=1e-4)
 
 
 def test_a_penalty_is_the_logarithm_of_a_prior() -> None:

@@ -180,15 +180,16 @@ def full_gradient(
     """Return f and df/dX of all batches of `data` together; documented at `BatchOptimizer.full_gradient`."""
     check_exact(engine, "full_gradient()")
     subject, total = engine.subject, Total(engine.subject.x)
-    if engine.reader.terms is not None and len(engine.reader.terms) > 1:
+    sampled = with_samples(engine.specs)
+    if len(sampled) != 1 or (len(engine.specs) > 1 and next(iter(sampled.values())).reduction == "sum"):
         raise ValueError(
-            "full_gradient needs an objective of one term: the means of several divide by different denominators, "
-            f"and there are {len(engine.reader.terms)}; load all data as one batch and call evaluate()"
+            "full_gradient needs an objective of one term, and penalties only beside a mean: means of several divide "
+            f"by different denominators. The terms are {[*engine.specs]}: load all data at once and call evaluate()"
         )
 
     def add(prepared: Prepared) -> None:
         prepared = engine.weighed(prepared)
-        (part,) = prepared.batch.parts
+        (part,) = [part for part in prepared.batch.parts if part.name in sampled]
         if _counts(part.weighting):
             engine.begin(prepared)
             total.add(evaluate().item(), subject.gradient, part.weighting)
