@@ -43,6 +43,7 @@ from batchopt._mapreduce.answers import Answer as Answer
 from batchopt.evaluations import Evaluations
 from batchopt_workers.batch.weighting import SAMPLE_WEIGHT
 from batchopt_workers.evaluate.audit import DRIFTS as DRIFTS
+from batchopt_workers.evaluate.objective import is_of_module
 from batchopt_workers.functions.bound import Bound as Bound
 from batchopt_workers.functions.inspection import normalises_by_chunk as normalises_by_chunk
 from batchopt_workers.functions.scores import ScoreSums as ScoreSums
@@ -61,7 +62,7 @@ class Weighing(NamedTuple):
     """The part of a term's `samples` in f, with the term's `weight`: by `reduction` their `"mean"` or `"sum"`; the
     `divisor` of the mean, which is their number or the sum of their weights or denominators (1 for a sum); the
     `weights` of samples (float64, shape `(samples,)`), if given; `one_by_one`: they are a list, each evaluated by
-    itself."""
+    itself; `is_penalty`: it is a `Penalty`, whose one sample is no data."""
 
     weight: float
     reduction: str
@@ -69,6 +70,7 @@ class Weighing(NamedTuple):
     divisor: float
     weights: torch.Tensor | None
     one_by_one: bool
+    is_penalty: bool
 
 
 def observe(opt: Evaluations, observer: Followed) -> AbstractContextManager[Followed]:
@@ -130,10 +132,11 @@ def chunk_size(opt: Evaluations) -> int | None:
 def weighings(opt: Evaluations) -> dict[str | None, Weighing]:
     """Return the way in which each term of the loaded batch, by name, weights its samples; without terms, under None.
     Raises `BatchoptError` if there is none."""
-    step, found = opt._engine.loaded(), {}
+    step, terms, found = opt._engine.loaded(), opt._engine.settings.terms or {}, {}
     for part, weight in zip(step.batch.parts, step.weights, strict=True):
         own, weights = part.weighting, part.criterion_rows.get(SAMPLE_WEIGHT)
-        found[part.name] = Weighing(weight, own.reduction, own.size, own.divisor, weights, part.one_by_one)
+        is_penalty = part.name in terms and is_of_module(terms[part.name].loss_fn)
+        found[part.name] = Weighing(weight, own.reduction, own.size, own.divisor, weights, part.one_by_one, is_penalty)
     return found
 
 

@@ -71,7 +71,8 @@ class Studies(Evaluations):
         limit: int = 5_000,
     ) -> Covariance:
         """Return the covariance of the parameters at X as estimated from the loaded batch: a `Covariance`, of which
-        `print(found.summary())` shows standard errors, and `found.of(function)` gives those of functions of the module.
+        `print(found.summary())` shows standard errors, AIC and BIC, and `found.of(function)` gives the errors of
+        functions of the module.
 
         kind: `"least squares"`, where f is a sum of squares: s² (JᵀVJ)⁻¹, by `normal`, with V the weights of samples
         and terms. `"likelihood"`: the inverse Hessian, by `hvp`, of f as a negative log likelihood; a mean is

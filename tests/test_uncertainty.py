@@ -13,7 +13,7 @@ import torch
 from scipy import optimize, stats
 from torch import nn
 
-from batchopt import LBFGS, BatchOptimizer, Term, Weighted
+from batchopt import LBFGS, BatchOptimizer, Penalty, Term, Weighted
 from batchopt.extras.covariance import Covariance
 from benchmarks.nist_problems import MODELS, read_problems
 
@@ -291,6 +291,7 @@ def test_singular_directions_are_named_and_what_they_leave_alone_has_errors(kind
     (direction,) = (one for one in found.singular if "a" in one.parts)
     assert direction.parts["a"] == pytest.approx(-direction.parts["b"]) and abs(direction.eigenvalue) < 1e-6
     errors = dict(zip(found.names, found.errors.tolist(), strict=True))
+    assert found.summary().rows[0].name == "a" and math.isnan(found.summary().rows[0].p)
     assert math.isinf(errors["a"]) and math.isinf(errors["b"]) and math.isinf(errors["unused[1]"])
     together = found.of(lambda module: torch.stack([module.a + module.b, module.c, module.a]))
     design = torch.stack([x, torch.ones_like(x)], 1).double()
@@ -436,12 +437,89 @@ def test_a_summary_is_a_table_and_plain_data() -> None:
     assert "independent, with mean 0 and one variance, which is estimated" in " ".join(lines[:2])
     assert "residual variance 0.1 (standard deviation 0.316228), 2 degrees of freedom" in lines
     row = next(line for line in lines if line.startswith("slope"))
-    assert row.split() == ["slope", "1.4", "0.14142", "0.791513", "2.00849"]
+    assert row.split() == ["slope", "1.4", "0.14142", "0.791513", "2.00849", "9.899", "0.01"]
+    assert summary.rows[0].p == pytest.approx(2 * float(stats.t.sf(1.4 / math.sqrt(0.02), 2)))
     assert lines[-1] == "  slope, start: -0.8018" and repr(found) == "Covariance(least squares, 2 parameters)"
     with pytest.raises(ValueError, match="`names` must have one for each of 2 parameters; got 1"):
         found.summary(["slope"])
     with pytest.raises(ValueError, match=r"`level` must be between 0 and 1, such as 0\.95; got 95"):
         found.summary(level=95)
+
+
+# Likelihoods, and tests of 0
+
+
+def of_normal(y: np.ndarray, mean: np.ndarray, variances: Any) -> float:
+    """The logarithm of the density of independent normal numbers."""
+    return float(-0.5 * (np.log(2 * np.pi * variances) + (y - mean) ** 2 / variances).sum())
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("sigma", [None, 0.7])
+def test_the_likelihood_of_least_squares_is_the_normal_density_at_the_most_likely_variance(
+    weighted: bool, sigma: float | None
+) -> None:
+    design, y = X.numpy(), (PREDICTOR + UNIFORM).numpy()
+    w = np.linspace(0.5, 3.0, 400) if weighted else np.ones(400)
+    w[:7] = 0.0 if weighted else 1.0  # of which nothing is known
+    best = np.linalg.solve(design.T @ (w[:, None] * design), design.T @ (w * y))
+    model = Regression(3)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor(best))
+    x = Weighted(X, torch.tensor(w)) if weighted else X
+    found = covariance(model, nn.MSELoss(), x, torch.tensor(y), sigma=sigma).likelihood
+    assert found is not None
+    on = w > 0
+    squares = (w * (y - design @ best) ** 2).sum()
+    variance = squares / on.sum() if sigma is None else sigma**2
+    assert found.value == pytest.approx(of_normal(y[on], design[on] @ best, variance / w[on]))
+    assert (found.n, found.k) == (int(on.sum()), 4 if sigma is None else 3)
+    assert found.aic == pytest.approx(2 * found.k - 2 * found.value)
+    assert found.bic == pytest.approx(found.k * math.log(found.n) - 2 * found.value)
+
+
+def test_the_likelihood_of_terms_has_their_variances_and_not_what_is_undetermined() -> None:
+    x, y = X[:50, 0], PREDICTOR[:50] + UNIFORM[:50]
+    terms = {
+        name: Term(residual=lambda module, x, y: module(x) - y, weight=1 / variance, reduction="sum")
+        for name, variance in (("one", 0.25), ("two", 4.0))
+    }
+    with BatchOptimizer(Sum(torch.float64), terms=terms, optimizer="lm") as opt:
+        opt.step({"one": (x[:30], y[:30]), "two": (x[30:], y[30:])})
+        found, at = opt.covariance(sigma=1.0).likelihood, opt.module(x).detach().numpy()
+    assert found is not None and (found.n, found.k) == (50, 2)  # a + b, and c
+    assert found.value == pytest.approx(of_normal(y.numpy(), at, np.array([0.25] * 30 + [4.0] * 20)))
+
+
+def test_a_logistic_regression_has_its_likelihood_and_tests_by_the_normal_distribution() -> None:
+    found, predictor = fitted(nn.BCEWithLogitsLoss(), CLICKED, None)
+    p, y = 1 / (1 + np.exp(-predictor.numpy())), CLICKED.numpy()
+    assert found.likelihood is not None and (found.likelihood.n, found.likelihood.k) == (400, 3)
+    assert found.likelihood.value == pytest.approx(float((y * np.log(p) + (1 - y) * np.log(1 - p)).sum()))
+    summary = found.summary()
+    assert summary.likelihood == found.likelihood and "compare them with those of the same loss" in summary.text
+    for row, value, error in zip(summary.rows, found.values.tolist(), found.errors.tolist(), strict=True):
+        assert row.z == pytest.approx(value / error)
+        assert row.p == pytest.approx(2 * float(stats.norm.sf(abs(value) / error)))
+
+
+def test_what_has_no_likelihood_says_none() -> None:
+    y = CLICKED[:, None]
+    term = Term(lambda module, x, y: (module(x)[:, None] - y).square().sum(), reduction="sum")
+    robust = Term(residual=lambda module, x, y: module(x)[:, None] - y, reduction="sum", loss="huber")
+    squares = Term(residual=lambda module, x, y: module(x)[:, None] - y, reduction="sum")
+    prior = Penalty(lambda module: module.weight.square().sum())
+    cases: list[tuple[dict[str, Term | Penalty], Any, str]] = [
+        ({"data": term}, X, "sandwich"),
+        ({"data": robust}, X, "likelihood"),
+        ({"data": term, "prior": prior}, X, "likelihood"),
+        ({"data": squares}, Weighted(X, UNIFORM), "likelihood"),
+    ]
+    for terms, x, kind in cases:
+        with BatchOptimizer(Regression(3), terms=terms, optimizer=None) as opt:
+            opt.load({"data": (x, y)})
+            found = opt.covariance(kind)
+        assert found.likelihood is None and "AIC" not in str(found.summary())
 
 
 class Centred(nn.Module):

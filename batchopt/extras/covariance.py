@@ -106,25 +106,48 @@ class Curvature:
 
 
 class Row(NamedTuple):
-    """A parameter in a table: its value, its standard error and its interval."""
+    """A parameter in a table: its value, its standard error and its interval; `z`, the value divided by the error, and
+    `p`, the probability of one so far from 0 if the parameter is 0. Both are NaN where the error is infinite."""
 
     name: str
     value: float
     error: float
     low: float
     high: float
+    z: float
+    p: float
+
+
+class Likelihood(NamedTuple):
+    """The likelihood of a fit: `n` residuals, or samples, its logarithm `value`, of f as a likelihood without constants
+    that f leaves out, and the number `k` of parameters that are determined, with the variance if it was estimated."""
+
+    n: int
+    value: float
+    k: int
+
+    @property
+    def aic(self) -> float:
+        """Akaike's criterion, 2 k - 2 l: of fits of the same data, the least is the best."""
+        return 2 * self.k - 2 * self.value
+
+    @property
+    def bic(self) -> float:
+        """Schwarz's criterion, k log n - 2 l."""
+        return self.k * math.log(self.n) - 2 * self.value
 
 
 class Summary(NamedTuple):
     """A table of the parameters: `rows`, the pairs with large `correlations`, the degrees of `freedom` (infinity where
-    intervals are normal), the `variance` of a residual where it was estimated, and all as `text`, which `print`
-    shows."""
+    intervals are normal), the `variance` of a residual where it was estimated, all as `text`, which `print` shows, and
+    the `likelihood` of the fit, where it has one."""
 
     rows: tuple[Row, ...]
     correlations: tuple[tuple[str, str, float], ...]
     freedom: float
     variance: float | None
     text: str
+    likelihood: Likelihood | None
 
     def __repr__(self) -> str:
         return self.text
@@ -147,7 +170,8 @@ class Covariance:
     `values` (float64, shape `(p,)`): of the numbers fitted, all of X but what is frozen. `freedom`: degrees of freedom
     of the estimated `variance` of a residual of weight 1; infinity and None where none was estimated. `distance`: the
     largest change of a parameter by a Newton step, in its standard errors; near 0 at a minimum. `curvature`: the matrix
-    that was inverted.
+    that was inverted. `likelihood`: None for the sandwich, robust losses, penalties, whose parameters are not free, and
+    likelihoods whose samples have weights.
     """
 
     kind: str
@@ -161,6 +185,7 @@ class Covariance:
     _inverse: torch.Tensor
     _module: torch.nn.Module
     _parameters: Mapping[str, torch.Tensor]
+    likelihood: Likelihood | None
 
     @property
     def matrix(self) -> torch.Tensor:
@@ -221,11 +246,12 @@ class Covariance:
         return Derived(value.detach().to("cpu", torch.float64), error, matrix)
 
     def summary(self, names: Sequence[str] | None = None, level: float = 0.95, correlations: float = 0.5) -> Summary:
-        """Return a table of values, standard errors and intervals, which `print` shows, and `rows` has as numbers.
+        """Return a table of values, standard errors, intervals and tests of 0, which `print` shows, and `rows` has as
+        numbers.
 
-        names: one for each parameter. Default: `names`. level: of the intervals, between 0 and 1: by Student's t where
-        the variance was estimated, which needs SciPy, else normal. correlations: those from this size on are listed.
-        Raises `ValueError` for other names and levels, `ImportError` without SciPy.
+        names: one for each parameter. Default: `names`. level: of the intervals, between 0 and 1; they and p are by
+        Student's t where the variance was estimated, which needs SciPy, else normal. correlations: those from this size
+        on are listed. Raises `ValueError` for other names and levels, `ImportError` without SciPy.
         """
         names, errors = self.names if names is None else tuple(names), self.errors
         if len(names) != len(self.values):
@@ -233,22 +259,34 @@ class Covariance:
         if not 0 < level < 1:
             raise ValueError(f"`level` must be between 0 and 1, such as 0.95; got {level!r}")
         half = errors * _quantile(level, self.freedom)
-        columns = (column.tolist() for column in (self.values, errors, self.values - half, self.values + half))
-        rows = tuple(Row(*row) for row in zip(names, *columns, strict=True))
+        z = torch.where(errors.isinf(), math.nan, self.values / errors)
+        given = self.values, errors, self.values - half, self.values + half, z, _tails(z, self.freedom)
+        rows = tuple(Row(*row) for row in zip(names, *(column.tolist() for column in given), strict=True))
         table = (self.matrix / errors[:, None] / errors).triu(1)
         pairs = (table.abs() >= correlations).nonzero().tolist() if correlations > 0 else []
         large = sorted(((names[i], names[j], float(table[i, j])) for i, j in pairs), key=lambda pair: -abs(pair[2]))
-        lines = [*self._head(), "", *_table(rows, level)]
+        lines = [*self._head(), "", *_table(rows, level, self.freedom)]
         lines += ["", "largest correlations:"] if large else []
         lines += [f"  {one}, {two}: {found:+.4f}" for one, two, found in large[:LINES]]
         lines += [f"  and {len(large) - LINES} more"] if len(large) > LINES else []
-        return Summary(rows, tuple(large), self.freedom, self.variance, "\n".join([*lines, *self._notes(names)]))
+        text = "\n".join([*lines, *self._notes(names)])
+        return Summary(rows, tuple(large), self.freedom, self.variance, text, self.likelihood)
 
     def _head(self) -> list[str]:
         lines = textwrap.wrap(f"{self.kind}: {self.assumes}", 100)
         if self.variance is not None:
             deviation = f"standard deviation {math.sqrt(self.variance):.6g}"
             lines.append(f"residual variance {self.variance:.6g} ({deviation}), {self.freedom:g} degrees of freedom")
+        if self.likelihood is not None:
+            n, value, k = self.likelihood
+            of = f"n = {n}, k = {k}{', with the variance' * (self.variance is not None)}"
+            lines.append(
+                f"log likelihood {value:.3f}, AIC {self.likelihood.aic:.3f}, BIC {self.likelihood.bic:.3f} ({of})"
+            )
+            if self.kind == "likelihood":
+                lines.append(
+                    "without constants that f leaves out: compare them with those of the same loss and data alone"
+                )
         newton = f"a Newton step from here changes no parameter by more than {self.distance:.2g} standard errors"
         where = "" if self.distance <= NEAR else "X IS NOT AT A MINIMUM, which these errors are about: "
         return [*lines, where + newton]
@@ -273,19 +311,32 @@ def flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([reals(tensor.detach()).flatten() for tensor in tensors]).to("cpu", torch.float64)
 
 
-def _table(rows: Sequence[Row], level: float) -> list[str]:
+def _table(rows: Sequence[Row], level: float, freedom: float) -> list[str]:
     width, interval = max(len(row.name) for row in rows) + 2, f"{100 * level:g} % interval"
-    lines = [f"{'':{width}}{'value':>14}{'std. error':>13}{interval:>28}"]
-    for name, value, error, low, high in rows:
-        lines.append(f"{name:{width}}{value:14.7g}{error:13.5g}{low:14.6g}{high:14.6g}")
+    lines = [
+        f"{'':{width}}{'value':>14}{'std. error':>13}{interval:>28}{'z' if math.isinf(freedom) else 't':>10}{'p':>10}"
+    ]
+    for name, value, error, low, high, z, p in rows:
+        lines.append(f"{name:{width}}{value:14.7g}{error:13.5g}{low:14.6g}{high:14.6g}{z:10.4g}{p:10.2g}")
     return lines
+
+
+def _tails(z: torch.Tensor, freedom: float) -> torch.Tensor:
+    """Return the probabilities of values further from 0, by Student's t or (infinite freedom) normal."""
+    if math.isinf(freedom):
+        return (z.abs() / math.sqrt(2)).erfc()
+    return torch.as_tensor(2 * _students().stdtr(freedom, -z.abs().numpy()))
 
 
 def _quantile(level: float, freedom: float) -> float:
     if math.isinf(freedom):
         return NormalDist().inv_cdf((1 + level) / 2)
+    return float(_students().stdtrit(freedom, (1 + level) / 2))
+
+
+def _students() -> Any:
     try:
-        from scipy.special import stdtrit
+        import scipy.special
     except ImportError as error:
-        raise ImportError("intervals by Student's t need SciPy: pip install scipy") from error
-    return float(stdtrit(freedom, (1 + level) / 2))
+        raise ImportError("intervals by Student's t need SciPy: pip install 'batchopt[scipy]'") from error
+    return scipy.special

@@ -14,7 +14,7 @@ import batchopt.extending as extending
 from batchopt.errors import WorkerError
 from batchopt.evaluations import Evaluations
 from batchopt.extending import ScoreSums, Weighing, read_count, read_positive, reals
-from batchopt.extras.covariance import Covariance, Curvature, flat
+from batchopt.extras.covariance import Covariance, Curvature, Likelihood, flat
 
 KINDS = ("least squares", "likelihood", "sandwich")
 COLUMNS = 256  # of the Hessian, at a time
@@ -39,6 +39,12 @@ class Part(NamedTuple):
         return known and self.denominators is None
 
     @property
+    def is_likelihood(self) -> bool:
+        """Tell whether it may be that of its samples, each counted once: no prior, no robust loss, no weights."""
+        is_robust = getattr(self.loss_fn, "loss", "linear") != "linear"
+        return not is_robust and not self.weighing.is_penalty and self.weighing.weights is None
+
+    @property
     def is_mean_of_torch(self) -> bool:
         """Tell whether it is the mean of one of torch's criteria: over all numbers of a sample, too."""
         forward = getattr(type(self.criterion), "forward", None)
@@ -51,14 +57,16 @@ Parts = Mapping[str | None, Part]
 
 class Fit(NamedTuple):
     """A `matrix` and a `gradient`, those of f times a number, the errors of the matrix (see `Curvature.of`), what is
-    assumed, and of least squares the number of residuals and the sum of their squares."""
+    assumed, the number of residuals or else samples, f times the number: the sum of squares or of losses, and the sum
+    of the logarithms of the weights, None where f is no likelihood."""
 
     matrix: torch.Tensor
     gradient: torch.Tensor
     rounding: tuple[float, float]
     assumes: str
-    residuals: int = 0
-    squares: float = 0.0
+    n: int
+    total: float
+    logarithms: float | None
 
 
 def covariance_of(
@@ -84,15 +92,40 @@ def covariance_of(
     elif sigma is not None:
         inverse, assumes = sigma**2 * inverse, f"{assumes}, which is known: the standard deviation is {sigma:g}"
     elif kind == "least squares":
-        freedom = _freedom(fit.residuals, len(places), curvature.singular)
-        variance = fit.squares / freedom
+        freedom = _freedom(fit.n, len(places), curvature.singular)
+        variance = fit.total / freedom
         inverse, assumes = variance * inverse, f"{assumes}, which is estimated from them"
     steps = (curvature.inverse @ fit.gradient).abs()
     distance = float(torch.where(steps == 0, 0.0, steps / inverse.diagonal().clamp(min=0).sqrt()).max())
-    values = flat([*parameters.values()])
+    values, likelihood = flat([*parameters.values()]), _maximum(fit, kind, sigma, len(places) - curvature.singular)
     return Covariance(
-        kind, assumes, names, values, freedom, variance, distance, curvature, inverse, opt.module, parameters
+        kind,
+        assumes,
+        names,
+        values,
+        freedom,
+        variance,
+        distance,
+        curvature,
+        inverse,
+        opt.module,
+        parameters,
+        likelihood,
     )
+
+
+def _maximum(fit: Fit, kind: str, sigma: float | None, k: int) -> Likelihood | None:
+    """Return the likelihood of k parameters, and of the variance where it is not known; None where f has none."""
+    if fit.logarithms is None or kind == "sandwich":
+        return None
+    if kind == "likelihood":
+        return Likelihood(fit.n, -fit.total, k)
+    known = sigma is not None
+    variance = sigma**2 if sigma is not None else fit.total / fit.n  # the most likely one: no degrees of freedom
+    if variance == 0:
+        return Likelihood(fit.n, math.inf, k + 1)
+    squares = fit.n * math.log(2 * math.pi * variance) + fit.total / variance
+    return Likelihood(fit.n, (fit.logarithms - squares) / 2, k + (not known))
 
 
 def _check_minimum(opt: Evaluations, curvature: Curvature, tolerance: float, names: Sequence[str]) -> None:
@@ -176,7 +209,7 @@ def _squares(opt: Evaluations, parts: Parts, places: torch.Tensor, limit: int) -
             "a robust loss is no sum of squares, and the variance of residuals says nothing about its minimum: use "
             "kind='sandwich'"
         )
-    numbers, divisor = _residuals(opt, parts)
+    numbers, divisor, logarithms = _residuals(opt, parts)
     normal, eps = opt.normal(limit=limit), torch.finfo(opt.parameters.dtype).eps
     # rows are computed in X's dtype, and their products summed in float64
     rounding = 10 * len(places) * torch.finfo(torch.float64).eps, 10 * len(places) ** 0.5 * eps
@@ -187,12 +220,16 @@ def _squares(opt: Evaluations, parts: Parts, places: torch.Tensor, limit: int) -
         f"mean 0 and {variances}"
     )
     matrix, gradient = divisor * normal.matrix[places][:, places], divisor * normal.vector[places]
-    return Fit(matrix, gradient, rounding, assumes, numbers, divisor * normal.loss)
+    has_likelihood = not any(part.weighing.is_penalty for part in parts.values())
+    return Fit(
+        matrix, gradient, rounding, assumes, numbers, divisor * normal.loss, logarithms if has_likelihood else None
+    )
 
 
-def _residuals(opt: Evaluations, parts: Parts) -> tuple[int, float]:
-    """Return the number of residuals whose weight is not 0, and the divisor of their squares in f."""
-    found, numbers, divisor = opt.residuals(), 0, _divisor(parts)
+def _residuals(opt: Evaluations, parts: Parts) -> tuple[int, float, float]:
+    """Return the number of residuals whose weight is not 0, the divisor of their squares in f, and the sum of the
+    logarithms of their weights."""
+    found, numbers, divisor, logarithms = opt.residuals(), 0, _divisor(parts), 0.0
     for name, part in parts.items():
         weights = part.weighing.weights
         sizes = torch.tensor([one.numel() for one in (found if name is None else found[name])])
@@ -203,8 +240,11 @@ def _residuals(opt: Evaluations, parts: Parts) -> tuple[int, float]:
                     "mean of the samples' means: use the reduction 'sum'"
                 )
             divisor *= int(sizes[0])
-        numbers += int((sizes if weights is None else sizes[weights > 0]).sum())
-    return numbers, divisor
+        weights = torch.ones(len(sizes), dtype=torch.float64) if weights is None else weights
+        counted = sizes[weights > 0]
+        numbers += int(counted.sum())
+        logarithms += float((counted * (part.weighing.weight * weights[weights > 0]).log()).sum())
+    return numbers, divisor, logarithms
 
 
 def _likelihood(opt: Evaluations, parts: Parts, places: torch.Tensor, limit: int) -> Fit:
@@ -213,7 +253,7 @@ def _likelihood(opt: Evaluations, parts: Parts, places: torch.Tensor, limit: int
     if len(x) > limit:
         raise ValueError(f"the Hessian of {len(x):,} parameters takes as many products: give `limit`, now {limit:,}")
     count = _count(opt, parts)
-    opt.evaluate()
+    f = float(opt.evaluate())
     units = torch.split(torch.eye(len(x), dtype=x.dtype)[:, places], COLUMNS, dim=1)
     hessian = torch.cat([opt.hvp(columns).to("cpu", torch.float64)[places] for columns in units], 1)
     of_all = "f" if count == 1 else f"f times {count:g}"
@@ -224,7 +264,9 @@ def _likelihood(opt: Evaluations, parts: Parts, places: torch.Tensor, limit: int
         assumes += "; squares are those of residuals with the variance 1/2"
     rounding = 10 * len(places) * torch.finfo(x.dtype).eps, 0.0
     gradient = opt.grad_parameters.to("cpu", torch.float64)[places]
-    return Fit(count / 2 * (hessian + hessian.T), count * gradient, rounding, assumes)
+    samples = sum(part.weighing.samples for part in parts.values())
+    logarithms = 0.0 if all(part.is_likelihood for part in parts.values()) else None
+    return Fit(count / 2 * (hessian + hessian.T), count * gradient, rounding, assumes, samples, count * f, logarithms)
 
 
 def _count(opt: Evaluations, parts: Parts) -> float:
