@@ -309,6 +309,35 @@ def test_singular_directions_are_named_and_what_they_leave_alone_has_errors(kind
     assert "not determined by the data" in text and "0.707 a - 0.707 b" in text
 
 
+class Absorbing(nn.Module):
+    """Coefficients of given functions, and weights of powers, each twice, which may be able to replace these."""
+
+    def __init__(self, functions: torch.Tensor, powers: torch.Tensor) -> None:
+        super().__init__()
+        self.functions, self.powers = functions, torch.cat([powers, powers], 1)
+        self.coefficients = nn.Parameter(torch.ones(functions.shape[1], dtype=torch.float64))
+        self.weights = nn.Parameter(torch.zeros(self.powers.shape[1], dtype=torch.float64))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.functions[rows] @ self.coefficients + self.powers[rows] @ self.weights
+
+
+@pytest.mark.parametrize("degree", [7, 15])
+def test_some_parameters_have_the_inverse_of_the_schur_complement_or_are_absorbed(degree: int) -> None:
+    x = np.linspace(0, 1, 60)
+    basis = np.polynomial.legendre.legvander(2 * x - 1, degree)
+    powers = x[:, None] ** np.arange(degree + 1)
+    known = np.stack([np.sin(150 * x), np.random.default_rng(0).choice([-1.0, 1.0], 60) * x], 1)
+    absorbed = basis[:, [5, 6, 7] if degree == 7 else [5, 7, 9]]  # by weights that are large and cancel
+    model = Absorbing(torch.tensor(np.concatenate([known, absorbed], 1)), torch.tensor(powers))
+    found = covariance(model, nn.MSELoss(), torch.arange(60), torch.zeros(60), sigma=1.0)
+    (of,) = (found.of(lambda module: module.coefficients),)
+    assert of.error[2:].isinf().all() and of.matrix[0, 2:].isnan().all()
+    if degree == 7:  # otherwise float64 has no normal matrix of all powers
+        rest = known - basis @ np.linalg.lstsq(basis, known, rcond=None)[0]
+        np.testing.assert_allclose(of.matrix[:2, :2], np.linalg.inv(known.T @ rest), rtol=1e-6)
+
+
 def test_a_saddle_is_refused_with_its_eigenvalue_and_direction() -> None:
     model = Model(lambda x, a, b: (a - b + x) ** 2 / 2 - (a + b) ** 2, 0.0, 0.0)
     x = torch.zeros(5, dtype=torch.float64)

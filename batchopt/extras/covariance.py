@@ -15,6 +15,8 @@ from batchopt.extending import Bound, reals
 
 # The fraction of a standard error that a Newton step may have where X counts as the minimum.
 NEAR = 0.1
+# The part of the variance of a function that directions which are not determined may add.
+UNKNOWN = 0.01
 LINES, PARTS = 20, 6  # correlations, and components of a direction, in a table
 
 
@@ -35,13 +37,14 @@ class Direction(NamedTuple):
 class Curvature:
     """A symmetric matrix, scaled to a unit diagonal by the roots `scale` of its own: its `eigenvalues` in ascending
     order, with `eigenvectors` as columns, of which the first `singular` are at most the tolerance. `error`: the
-    relative error of the next one by rounding."""
+    relative error of the next one by rounding; `rounding`: that of an eigenvalue that is 0."""
 
     scale: torch.Tensor
     eigenvalues: torch.Tensor
     eigenvectors: torch.Tensor
     singular: int
     error: float
+    rounding: float
 
     @classmethod
     def of(cls, matrix: torch.Tensor, tolerance: float | None, sums: float, rows: float) -> Curvature:
@@ -57,9 +60,11 @@ class Curvature:
         scale = matrix.diagonal().abs().sqrt()
         scale = torch.where(scale > 0, scale, 1.0)
         values, vectors = torch.linalg.eigh(matrix / scale[:, None] / scale)
-        singular = int((values <= (sums + rows**2 if tolerance is None else tolerance)).sum())
+        rounding = sums + rows**2
+        singular = int((values <= (rounding if tolerance is None else tolerance)).sum())
         least = float(values[singular]) if singular < len(values) else 0.0
-        return cls(scale, values, vectors, singular, sums / least + 2 * rows / math.sqrt(least) if least else 1.0)
+        error = sums / least + 2 * rows / math.sqrt(least) if least else 1.0
+        return cls(scale, values, vectors, singular, error, rounding)
 
     @property
     def inverse(self) -> torch.Tensor:
@@ -75,10 +80,10 @@ class Curvature:
         return min(self.error, 0.01)
 
     def determines(self, rows: torch.Tensor) -> torch.Tensor:
-        """Tell for each linear function of the parameters, a row, whether singular directions leave it alone."""
-        scaled = rows / self.scale
-        along: torch.Tensor = (scaled @ self.eigenvectors[:, : self.singular]).norm(dim=1)
-        found: torch.Tensor = along <= self.threshold * scaled.norm(dim=1)
+        """Tell for each linear function of the parameters, a row, whether singular directions leave it alone: whether
+        they add less than a hundredth to its variance, with no eigenvalue below the rounding of 0."""
+        variances = (rows / self.scale @ self.eigenvectors).square() / self.eigenvalues.clamp(min=self.rounding)
+        found: torch.Tensor = variances[:, : self.singular].sum(1) <= UNKNOWN * variances[:, self.singular :].sum(1)
         return found
 
     def directions(self, names: Sequence[str]) -> tuple[Direction, ...]:
