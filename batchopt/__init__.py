@@ -1,4 +1,6 @@
-"""Evaluate f(X) and df/dX of a whole batch on N workers, exactly, for any optimizer."""
+"""Full-batch optimizers for PyTorch (L-BFGS, Levenberg-Marquardt, SSBroyden, SciPy's) on all cores of your machines,
+with the loss and gradient of one process.
+"""
 
 from batchopt import training as training
 from batchopt._data.epochs import Batches

@@ -119,7 +119,7 @@ def put_figure_first(app: object, name: str, source: list[str]) -> None:
 def describe(app: object, name: str, template: str, context: dict[str, Any], doctree: Any) -> None:
     """Give a page its first paragraph as the description that search engines show; links in chats show it, too."""
     first = None if doctree is None else next(doctree.findall(nodes.paragraph), None)
-    text = DESCRIPTION if first is None or name == "index" else " ".join(first.astext().split())
+    text = batchopt.__doc__ or "" if first is None or name == "index" else first.astext()
     text = html.escape(textwrap.shorten(text, 200, placeholder=" ..."))
     kinds = 'name="description"', 'property="og:description"'
     tags = "".join(f'<meta {kind} content="{text}" />\n' for kind in kinds)
@@ -133,11 +133,6 @@ def setup(app: Any) -> None:
     app.connect("source-read", link_included)
     app.connect("source-read", print_refusals)
 
-
-DESCRIPTION = (
-    "batchopt evaluates f(X) and df/dX of a whole batch on all cores, GPUs and machines, exactly, for any optimizer: "
-    "L-BFGS, Levenberg-Marquardt, SciPy. For PyTorch."
-)
 
 html_theme = "furo"
 html_favicon = "_static/favicon.svg"

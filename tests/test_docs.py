@@ -98,6 +98,16 @@ def test_examples_do_what_they_say(example: Path, tmp_path: Path) -> None:
     assert after < before / 10
 
 
+SENTENCE = re.compile(r"Full-batch optimizers for PyTorch .*? of one process\.")
+PLACES = "README.md", "docs/index.md", "pyproject.toml", "batchopt/__init__.py", "CITATION.cff"
+
+
+def test_one_sentence_says_what_it_is() -> None:
+    texts = [" ".join((ROOT / place).read_text().split()) for place in PLACES]
+    assert len({tuple(SENTENCE.findall(text)) for text in texts}) == 1
+    assert SENTENCE.fullmatch(" ".join((batchopt.__doc__ or "").split()))
+
+
 # Tables
 
 
