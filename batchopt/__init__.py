@@ -29,7 +29,7 @@ from batchopt.optimizer import BatchOptimizer
 from batchopt_workers.evaluate.program import Sample, Worker
 from batchopt_workers.functions.simulation import finite_differences
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "CG",
