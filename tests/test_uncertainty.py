@@ -218,8 +218,12 @@ def test_a_mean_and_a_sum_have_the_same_errors(name: str, kind: str) -> None:
         kind, x = "likelihood", Weighted(x, torch.linspace(0.5, 3, 50))
     positions = 4 if name.startswith("positions") else 0
     criteria = make(), nn.BCEWithLogitsLoss(reduction="sum") if make is Renamed else make(reduction="sum")
-    one, two = (covariance(Outputs(positions), c, x, y, kind).of(ratios).matrix for c in criteria)
-    torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-12)
+    one, two = (covariance(Outputs(positions), c, x, y, kind) for c in criteria)
+    torch.testing.assert_close(one.of(ratios).matrix, two.of(ratios).matrix, rtol=1e-10, atol=1e-12)
+    if kind != "likelihood" or make is CLASSES or isinstance(x, Weighted):
+        assert one.likelihood is two.likelihood is None
+    else:
+        assert one.likelihood is not None and one.likelihood == pytest.approx(two.likelihood)
 
 
 @pytest.mark.parametrize("kind", ["likelihood", "sandwich"])

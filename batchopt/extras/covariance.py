@@ -176,7 +176,7 @@ class Covariance:
     of the estimated `variance` of a residual of weight 1; infinity and None where none was estimated. `distance`: the
     largest change of a parameter by a Newton step, in its standard errors; near 0 at a minimum. `curvature`: the matrix
     that was inverted. `likelihood`: None for the sandwich, robust losses, penalties, whose parameters are not free, and
-    likelihoods whose samples have weights.
+    likelihoods whose samples or classes have weights.
     """
 
     kind: str

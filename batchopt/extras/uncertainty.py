@@ -42,7 +42,8 @@ class Part(NamedTuple):
     def is_likelihood(self) -> bool:
         """Tell whether it may be that of its samples, each counted once: no prior, no robust loss, no weights."""
         is_robust = getattr(self.loss_fn, "loss", "linear") != "linear"
-        return not is_robust and not self.weighing.is_penalty and self.weighing.weights is None
+        weights = self.weighing.weights, *(getattr(self.criterion, name, None) for name in ("weight", "pos_weight"))
+        return not is_robust and not self.weighing.is_penalty and all(one is None for one in weights)
 
     @property
     def is_mean_of_torch(self) -> bool:
