@@ -125,6 +125,22 @@ def test_a_penalty_is_the_logarithm_of_a_prior() -> None:
     torch.testing.assert_close(covariance.matrix, expected, rtol=1e-8, atol=0)
 
 
+@pytest.mark.parametrize("sigma", [1.0, None])
+def test_residuals_of_a_penalty_are_those_of_a_prior_beside_sums(sigma: float | None) -> None:
+    x, y = batch()["data"]
+    data = Term(residual=lambda m, x, y: m(x) - y, reduction="sum")
+    prior = Penalty(residual=lambda m: m.weight, weight=15.0)  # a mean of five squares: each has the weight 3
+    with BatchOptimizer(line(), terms={"data": data, "prior": prior}, optimizer="lm") as opt:
+        opt.step(batch())
+        found = opt.covariance(sigma=sigma)
+    best = torch.linalg.solve(x.T @ x + 3.0 * torch.eye(5, dtype=torch.float64), x.T @ y)
+    squares = (x @ best - y).square().sum() + 3.0 * best.square().sum()
+    variance = 1.0 if sigma else squares / len(x)  # five numbers more, and five parameters
+    expected = variance * torch.linalg.inv(x.T @ x + 3.0 * torch.eye(5, dtype=torch.float64))
+    torch.testing.assert_close(found.matrix, expected, rtol=1e-8, atol=0)
+    assert found.likelihood is None and "variances that are one number / weight" in found.assumes
+
+
 def test_a_batch_that_has_it_is_refused() -> None:
     with BatchOptimizer(line(), terms=TERMS, optimizer=None) as opt:
         with pytest.raises(ValueError, match=r"has \['ridge'\], which is a Penalty.*leave it out"):

@@ -17,7 +17,7 @@ from batchopt.extending import Bound, reals
 NEAR = 0.1
 # The part of the variance of a function that directions which are not determined may add.
 UNKNOWN = 0.01
-LINES, PARTS = 20, 6  # correlations, and components of a direction, in a table
+LINES, PARTS = 20, 6  # correlations or directions, and components of a direction, in a table
 
 
 class Direction(NamedTuple):
@@ -297,8 +297,11 @@ class Covariance:
         return [*lines, where + newton]
 
     def _notes(self, names: Sequence[str]) -> list[str]:
-        found = self.curvature.directions(names)
-        notes = [f"not determined by the data (eigenvalue {one.eigenvalue:.1e}): {one}" for one in found]
+        count = self.curvature.singular
+        notes = [f"{count} directions are not determined by the data: `singular` names them"]
+        if count <= LINES:
+            found = self.curvature.directions(names)
+            notes = [f"not determined by the data (eigenvalue {one.eigenvalue:.1e}): {one}" for one in found]
         if notes:
             notes = ["", *notes, "what takes part has an infinite error; a function of it may have a finite one: of()"]
         if self.digits < 3:

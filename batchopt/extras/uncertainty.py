@@ -191,7 +191,7 @@ def _names(parameters: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
 
 def _divisor(parts: Parts) -> float:
     """Return what the mean over samples is divided by, 1 for sums. Raises `ValueError` for means of several terms."""
-    if all(part.weighing.reduction == "sum" for part in parts.values()):
+    if all(part.weighing.reduction == "sum" or part.weighing.is_penalty for part in parts.values()):
         return 1.0
     if len(parts) > 1:
         raise ValueError(
@@ -214,14 +214,15 @@ def _squares(opt: Evaluations, parts: Parts, places: torch.Tensor, limit: int) -
     normal, eps = opt.normal(limit=limit), torch.finfo(opt.parameters.dtype).eps
     # rows are computed in X's dtype, and their products summed in float64
     rounding = 10 * len(places) * torch.finfo(torch.float64).eps, 10 * len(places) ** 0.5 * eps
-    weighted = any(part.weighing.weights is not None or part.weighing.weight != 1.0 for part in parts.values())
+    ways = [part.weighing for part in parts.values()]
+    weighted = any(way.weights is not None or way.weight != 1.0 or way.is_penalty for way in ways)
     variances = "variances that are one number / weight" if weighted else "one variance"
     assumes = (
         f"the model is linear within some standard errors; the errors of {numbers} residuals are independent, with "
         f"mean 0 and {variances}"
     )
     matrix, gradient = divisor * normal.matrix[places][:, places], divisor * normal.vector[places]
-    has_likelihood = not any(part.weighing.is_penalty for part in parts.values())
+    has_likelihood = not any(way.is_penalty for way in ways)
     return Fit(
         matrix, gradient, rounding, assumes, numbers, divisor * normal.loss, logarithms if has_likelihood else None
     )
@@ -234,7 +235,7 @@ def _residuals(opt: Evaluations, parts: Parts) -> tuple[int, float, float]:
     for name, part in parts.items():
         weights = part.weighing.weights
         sizes = torch.tensor([one.numel() for one in (found if name is None else found[name])])
-        if part.weighing.reduction == "mean":
+        if part.weighing.reduction == "mean" and not part.weighing.is_penalty:
             if bool((sizes != sizes[0]).any()):
                 raise ValueError(
                     "samples have different numbers of residuals, which count less where there are more, as f is the "
