@@ -25,7 +25,7 @@ DOCS = sorted((ROOT / "docs").glob("*.md"))
 RECIPES = ROOT / "docs" / "recipes.md"  # tests/test_recipes.py runs its programs
 LIBRARIES = ROOT / "docs" / "libraries.md"  # tests/test_libraries.py runs its programs
 EXAMPLES = ROOT / "docs" / "examples"
-INVERSIONS = [EXAMPLES / "physics" / f"{name}.py" for name in ("tomography", "waveform")]  # first and last: errors
+ERRORS = [EXAMPLES / "physics" / f"{name}.py" for name in ("tomography", "vmc", "waveform")]  # they print first, last
 BESIDE = [ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY", "CHANGELOG")]
 PAGES = [*BESIDE, *DOCS, *sorted((ROOT / "docs" / "api").glob("*.md"))]
 # The first line of a block that cannot be copied alone.
@@ -94,7 +94,7 @@ def test_the_readmes_program_prints_what_the_readme_says(tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.rows
-@pytest.mark.parametrize("example", [*sorted(EXAMPLES.glob("*.py")), *INVERSIONS], ids=lambda path: path.stem)
+@pytest.mark.parametrize("example", [*sorted(EXAMPLES.glob("*.py")), *ERRORS], ids=lambda path: path.stem)
 def test_examples_do_what_they_say(example: Path, tmp_path: Path) -> None:
     before, *_, after = map(float, re.findall(r"\d+\.\d+", run(example, tmp_path)))
     assert after < before / 10
