@@ -39,8 +39,8 @@ class LevenbergMarquardt(Minimizer):
     Args:
         params: parameters of one dtype on one device; float64 is advised.
         damping: of the first step, relative to D; increased if that step would be longer than the parameters, measured
-            by D. Before it, with `scaling="diagonal"`, a step without damping is tried, and taken if f falls as the
-            model predicts to a tenth: a linear regression takes one. Default 1e-3.
+            by D. Before it, with `scaling="diagonal"`, a step without damping is tried if it is no longer, and taken if
+            f falls as the model predicts to a tenth: a linear regression from 0 takes one. Default 1e-3.
         scaling: D. `"diagonal"`, the default: the diagonal of JᵀWJ, each element at its largest so far (Moré 1978), so
             that units of parameters do not matter; for regressions. `"identity"`: the same number for all parameters,
             the largest of the first diagonal; for networks. Above `dense` parameters D is one number in any case.
@@ -141,27 +141,32 @@ class LevenbergMarquardt(Minimizer):
             self._memory.pop(key, None)
 
     def _advance(self, run: Search) -> float | None:
-        group, memory, squares, here = self._group, self._memory, self._squares, run.here
-        self._vector.write(here.x)  # not necessarily the last point evaluated
-        before: torch.Tensor | None = memory.get("scale")
-        model: Solved | None
+        self._vector.write(run.here.x)  # not necessarily the last point evaluated
+        model = self._model(run)
+        self._memory["scale"] = model.scale
+        if isinstance(model, ProductModel) or self._group["step"] == "first":
+            return self._first(run, model)
+        return self._longest(run, model)
+
+    def _model(self, run: Search) -> Solved | ProductModel:
+        """Return the model by its matrix; above `dense` parameters by rows where these are few, else by products, or
+        within a subspace."""
+        group, squares, here, before = self._group, self._squares, run.here, self._memory.get("scale")
         if squares.size <= group["dense"]:
-            model = squares.dense_model(here.f, before, group["scaling"] != "identity")
-        else:
-            most = group["dense"] if group["step"] == "first" else min(group["dense"], group["subspace"])
-            model = squares.rows_model(most, here.f, before)  # eigenvalues take no longer than those of a subspace
-        if model is None and group["step"] == "first":
-            products = ProductModel(squares, here.gradient.double() / 2, before)
-            memory["scale"] = products.scale
-            return self._first(run, products)
-        if model is None and self._box is not None:
+            return squares.dense_model(here.f, before, group["scaling"] != "identity")
+        most, longest = group["dense"], group["step"] == "longest"
+        if longest:  # eigenvalues by rows take no longer than those of a subspace
+            most = min(most, group["subspace"])
+        if (model := squares.rows_model(most, here.f, before)) is not None:
+            return model
+        vector = here.gradient.double() / 2
+        if not longest:
+            return ProductModel(squares, vector, before)
+        if self._box is not None:
             raise ValueError("step='longest' has no bounds above `dense`: give `dense`, or step='first'")
-        if model is None:
-            taken = min(group["subspace"], squares.size)
-            basis = Cosines(squares.size, taken, memory.get("n_iter", 0) + run.iterations)
-            model = squares.subspace_model(basis, here.f, here.gradient.double() / 2, before)
-        memory["scale"] = model.scale
-        return self._longest(run, model) if group["step"] == "longest" else self._first(run, model)
+        number = self._memory.get("n_iter", 0) + run.iterations
+        basis = Cosines(squares.size, min(group["subspace"], squares.size), number)
+        return squares.subspace_model(basis, here.f, vector, before)
 
     def _first(self, run: Search, model: Model) -> float | None:
         """Take the first trial that is lower, each of them damped more than the one before."""
