@@ -55,10 +55,22 @@ def by_layer(module: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.
     return found
 
 
+def by_coefficients(module: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Numbers of the module meet residuals with one dimension, each other and constants."""
+    inputs = inputs.detach().requires_grad_()
+    u = module.second(torch.tanh(module.first(inputs))).sum(1)
+    (slope,) = torch.autograd.grad(u.sum(), inputs, create_graph=True)
+    found: torch.Tensor = module.shift * u + (module.factor * module.shift.exp() * 2 + module.pair[0]) * slope[:, 1]
+    both = torch.stack([found, module.pair.square()[1] * u], dim=1)
+    found = both * module.named["a"] + module.pair * targets[:, :2]
+    return found
+
+
 class WithFactors(Mlp):
     def __init__(self) -> None:
         super().__init__()
         self.factor, self.shift = nn.Parameter(torch.tensor([1.5])), nn.Parameter(torch.tensor(0.3))
+        self.pair, self.named = nn.Parameter(torch.tensor([0.4, 2.0])), nn.ParameterDict({"a": torch.tensor(0.7)})
 
 
 class Tied(nn.Module):
@@ -81,6 +93,7 @@ CASES: dict[str, tuple[type[nn.Module], Any]] = {
     "tied and not trained": (Tied, difference),
     "with parameters for each sample": (Mlp, slopes),
     "parts of the module": (WithFactors, by_layer),
+    "with coefficients": (WithFactors, by_coefficients),
     "with branches": (Mlp, branching),
     "row by row": (Scoring, by_method),
 }

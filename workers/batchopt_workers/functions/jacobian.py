@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +21,10 @@ from batchopt_workers.wire.failures import let_through
 from batchopt_workers.wire.layout import Layout, in_form_of, reals
 from batchopt_workers.wire.structures import tensors_in
 
-# Rows of a Jacobian that are held at a time: in bytes; in rows, if each takes a backward.
+# Rows of a Jacobian that are held at a time, in bytes.
 ROOM = 32 * 2**20
-EACH = 32
+# Samples that are evaluated together if each row takes a backward, which goes through all of them.
+EACH = 8
 # Residuals of a sample that are differentiated one by one: for more, `vmap` over them is faster than a loop.
 FEW = 4
 # Residuals and gradients computed in two ways agree to this fraction of the digits of their dtype.
@@ -118,8 +120,7 @@ class Jacobian:
         each = self.looked_at[key] if among_all is None else max(among_all.shape[1], 1)
         start = 0
         while start < samples:
-            room = ROOM // (8 * self._layout.size) if self._ways else EACH
-            stop = min(start + max(room // each, 1), samples)
+            stop = min(start + max(ROOM // (8 * self._layout.size) // each, 1), samples)
             block = self._block(whole.data if stop - start == samples else whole.slice(start, stop), stop - start)
             if among_all is not None:
                 expected = among_all[start:stop].reshape(-1)
@@ -137,6 +138,10 @@ class Jacobian:
 
     def _block(self, data: tuple[Any, Any], samples: int | None) -> Block:
         inputs, targets = data
+        parts: list[tuple[Any, Any, Any]] = [(inputs, targets, samples)]
+        if samples is not None and _sliceable(data, samples):
+            bounds = [*range(0, samples, EACH), samples]
+            parts = [(*Columns(data).slice(start, stop), stop - start) for start, stop in pairwise(bounds)]
         ways = [*self._ways]
         while self._ways and samples is not None:
             try:
@@ -145,18 +150,20 @@ class Jacobian:
                         return self._ways[0](self._trained, inputs, targets, samples)
                 own = self._copies()
                 with torch.random.fork_rng(devices=[]), differentiable_twice():
-                    block = self._ways[0](own, inputs, targets, samples)
-                    self._agreed = self._agree(block, own, inputs, targets, samples)
+                    for some in (*parts[:1], (inputs, targets, samples)):  # a wrong way may take memory for samples^2
+                        block = self._ways[0](own, *some)
+                        self._agreed = self._agree(block, own, *some)
                 return block
             except Exception as error:  # torch, the module or the function may refuse this way for any reason
                 let_through(error)
                 self._ways.pop(0)
                 self._agreed = False
         try:
-            return self._each(inputs, targets, samples)
+            found = [self._each(*part) for part in parts]
         except Exception:
             self._ways = ways  # these samples failed, not the way
             raise
+        return Block(torch.cat([block.residuals for block in found]), torch.cat([block.rows for block in found]))
 
     def _refuse_coupled(self, block: Block, data: Columns, here: range, parts: Sequence[Sequence[int]]) -> None:
         """Raise `ValueError` if residuals of the block's samples, which are `here`, differ by more than rounding from

@@ -42,14 +42,47 @@ class PerSample:
         found = getattr(self._module, name)
         if isinstance(found, torch.nn.Parameter) and found.requires_grad:
             own = self._parameters.get(self._prefix + name)
-            if own is None or found.numel() != 1:
+            if own is None:
                 raise Unmappable
-            return own.reshape(self._samples, 1)
+            return own.as_subclass(OwnNumbers)
         if type(found) in (bool, int, float, str, torch.nn.Parameter):  # a frozen parameter
             return found
         if isinstance(found, torch.nn.Module):
             return PerSample(found, f"{self._prefix}{name}.", self._parameters, self._samples)
         raise Unmappable
+
+    def __getitem__(self, key: object) -> Any:  # of a list or mapping of modules or parameters
+        return getattr(self, str(key))
+
+
+class OwnNumbers(torch.Tensor):
+    """Numbers of which each sample has its own, shape `(samples, ...)`, to be computed with as if their shape were
+    `(...)`: they meet rows of samples in these rows' dimensions. Right for what takes entry by entry; for any other
+    function it may be wrong, which the comparison with a plain backward then tells."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, arguments: Any = (), keywords: Mapping[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if function is torch.Tensor.__getitem__:
+                own, index = arguments
+                return own[(slice(None), *(index if type(index) is tuple else (index,)))].as_subclass(cls)
+            ours = [one for one in arguments if isinstance(one, cls)]
+            others = [one for one in arguments if is_tensor(one) and not isinstance(one, cls)]
+            rows = [one for one in others if one.shape[:1] == ours[0].shape[:1]]
+            rank = max(one.dim() for one in rows or ours)
+            given = [_with_rank(one, rank) if isinstance(one, cls) else one for one in arguments]
+            found = function(*given, **(keywords or {}))
+        return found if rows or not is_tensor(found) else found.as_subclass(cls)
+
+
+def _with_rank(own: torch.Tensor, rank: int) -> torch.Tensor:
+    """Return numbers of each sample with `rank` dimensions, the first of which is that of the samples."""
+    shape = own.shape[1:]
+    if len(shape) >= rank and own[0].numel() == 1:  # one number meets a tensor without dimensions
+        shape = shape[len(shape) - rank + 1 :]
+    return own.reshape(len(own), *[1] * (rank - 1 - len(shape)), *shape)
 
 
 def sample_tensors(data: Any, samples: int) -> tuple[list[torch.Tensor], Callable[[Sequence[torch.Tensor]], Any]]:
