@@ -11,6 +11,9 @@ from typing import Any
 
 # What a distribution is called by conda-forge, where that differs.
 CONDA = {"torch": "pytorch"}
+# How it is installed: from a checkout, and from PyPI.
+INSTALLING = re.compile(r"^pip install -c constraints\.txt \. .*$", re.MULTILINE)
+INSTALL = "pip install batchopt    # on Linux torch brings gigabytes of CUDA, unless its CPU build is there"
 RECIPE = """\
 package:
   name: {name}
@@ -66,16 +69,16 @@ def read_project(text: str) -> dict[str, Any]:
     return found
 
 
-def whole_links(page: str, repository: str, version: str) -> str:
-    """Return Markdown whose relative links and pictures lead into the repository at the tag of the version, outside of
-    blocks of code."""
+def published(page: str, repository: str, version: str) -> str:
+    """Return Markdown that installs from PyPI, and whose relative links and pictures lead into the repository at the
+    tag of the version, outside of blocks of code."""
 
     def whole(link: re.Match[str]) -> str:
         kind = "raw" if link["picture"] else "blob"
         return f"{link[0][: -len(link['target'])]}{repository}/{kind}/v{version}/{link['target'].removeprefix('./')}"
 
     relative = re.compile(r"(?P<picture>!\[[^\]]*)?\]\((?P<target>(?!#|[a-z]+:)[^)\s]+)")
-    parts = re.split(r"(^```.*?^```$)", page, flags=re.DOTALL | re.MULTILINE)
+    parts = re.split(r"(^```.*?^```$)", INSTALLING.sub(INSTALL, page), flags=re.DOTALL | re.MULTILINE)
     return "".join(part if part.startswith("```") else relative.sub(whole, part) for part in parts)
 
 
@@ -118,7 +121,7 @@ def main(tree: str, version: str = "", sdist: str = "") -> None:
     elif version:
         repository = found["tool"]["batchopt"]["repository"]
         path.write_text(path.read_text() + addresses(repository, version))
-        readme.write_text(whole_links(readme.read_text(), repository, version))
+        readme.write_text(published(readme.read_text(), repository, version))
 
 
 if __name__ == "__main__":

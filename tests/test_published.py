@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from scripts.published import main, read_project, whole_links
+from scripts.published import main, published, read_project
 
 ROOT = Path(__file__).parent.parent
 PLACE = "https://github.com/owner/name"
@@ -45,7 +45,7 @@ def test_links_and_pictures_lead_into_the_repository_and_code_stays() -> None:
         f"[a]({blob}/docs/a.md#b) [c](#d)\n![e]({raw}/f.png)\n[g](https://h.i)\n```md\n[j](k)\n```\n"
         f"[l\nm]({blob}/n)[![o]({raw}/p)]({blob}/q)\n"
     )
-    assert whole_links(page, PLACE, "1.2.3") == expected
+    assert published(page, PLACE, "1.2.3") == expected
 
 
 @needs_toml
@@ -57,6 +57,7 @@ def test_a_release_has_whole_addresses(tmp_path: Path) -> None:
     main(str(tree), "1.2.3")
     project: dict[str, Any] = tomllib.loads((tree / "pyproject.toml").read_text())["project"]
     assert project["urls"]["Changelog"] == f"{PLACE}/blob/v1.2.3/CHANGELOG.md"
+    assert "\npip install batchopt " in (tree / "README.md").read_text()
     prose = re.sub(r"^```.*?^```$", "", (tree / "README.md").read_text(), flags=re.DOTALL | re.MULTILINE)
     links = re.findall(r"\]\(([^)\s]+)|(?:src|href|srcset)=\"([^\"]+)", prose)
     assert len(links) > 5 and not [link for pair in links for link in pair if link and "://" not in link]
