@@ -75,7 +75,7 @@ class BatchOptimizer(Studies):
         cache: for a batch that is a Dataset: True, the default, keeps what a worker has read and collated of it until
             the next one is loaded; False reads it in each evaluation, for data that does not fit into memory.
         seed: of all random draws in the workers, which depend on it, the step and the chunk alone.
-        check_cut: warn if the loss depends on how the batch is cut, as for tokens without padding and without
+        check_cut: refuse a loss that depends on how the batch is cut, as for tokens without padding and without
             `denominators`. The first time that a batch is cut, one worker evaluates 8 samples of each term, from
             everywhere in the batch, in a single forward and in two parts; losses of `torch.nn` are not checked.
             Default: True.

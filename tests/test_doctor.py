@@ -43,6 +43,18 @@ class Detached(Mlp):
         return y
 
 
+class Frozen(Mlp):
+    """The gradient of one parameter is lost as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = super().forward(x) * self.rate.detach()
+        return y
+
+
 def clip(worker: Worker, sample: Sample) -> None:
     """Clip the gradient in the worker."""
     assert worker.module is not None
@@ -86,6 +98,10 @@ def mean_of(sum_: Callable[..., torch.Tensor]) -> Callable[[torch.Tensor, torch.
     return lambda output, target: sum_(output, target) / output.numel()
 
 
+def root(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(output, target).sqrt()
+
+
 def nearly_a_mean(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Weighs samples a little: as a mean of means it is off by a thousandth."""
     weights = 1 + 0.1 * target[:, 0].sign()
@@ -102,8 +118,9 @@ PLANTED: dict[str, tuple[Any, Any, dict[str, Any], Culprit, str]] = {
     "sum": (Mlp, noised(0.0, 0.0), {}, Culprit.REDUCTION, ""),
     "sum with draws": (Mlp, noised(0.1, 0.0), {}, Culprit.REDUCTION, ""),
     "noise": (Mlp, mean_of(noised(0.0, 100.0)), {}, Culprit.UNDECIDED, ""),
-    "root": (Mlp, lambda output, target: nn.functional.mse_loss(output, target).sqrt(), {}, Culprit.CUT, ""),
+    "root": (Mlp, root, {"chunk_size": 10, "check_cut": False}, Culprit.CUT, ""),
     "gradient": (Detached, nn.MSELoss(), {}, Culprit.GRADIENT, ""),
+    "parameter": (Frozen, nn.MSELoss(), {}, Culprit.GRADIENT, ""),
 }
 
 
@@ -152,10 +169,25 @@ def test_a_gradient_is_found_wrong_as_far_as_the_precision_of_the_module_goes(lo
 @pytest.mark.parametrize("module", [Mlp, lambda: Single(0.0)], ids=["double", "single inside"])
 def test_a_cut_that_is_off_by_a_thousandth_is_found(module: Any) -> None:
     case = mlp()
-    with BatchOptimizer(module().double(), nearly_a_mean) as opt:
+    with BatchOptimizer(module().double(), nearly_a_mean, parallelize=2, check_cut=False) as opt:
         found = opt.check(case.inputs, case.targets)
     assert found.culprit is Culprit.CUT, str(found)
     assert 1e-4 < float(found.checks[-1].numbers.split()[-1]) < 1e-2
+
+
+def test_what_can_only_be_evaluated_whole_and_is_is_no_fault() -> None:
+    case = mlp()
+    with BatchOptimizer(Mlp().double(), root) as opt:
+        found = opt.check(case.inputs, case.targets)
+    assert found.healthy and "the batch in chunks is the batch: no, difference" in str(found)
+
+
+def test_a_slope_that_is_lost_in_rounding_does_not_tell() -> None:
+    x = torch.linspace(-1, 1, 20).double()[:, None]
+    line = nn.Linear(1, 1).double()
+    with BatchOptimizer(line, nn.MSELoss(), optimizer="lm") as opt:
+        opt.step(x, x.square())
+        assert "which does not tell, as at a minimum" in str(opt.check(x, x.square()))
 
 
 def test_workers_that_lack_something_are_found() -> None:

@@ -206,12 +206,19 @@ class Engine:
     begin = sole(_begin)
 
     def _check_cut(self, cut: Cut) -> None:
-        """Warn if the loss of a few samples depends on how they are cut; once, when a batch is first cut."""
-        reporter = self.observers.reporter
-        if not reporter.cut_matters(self.subject.module, cut.chunks):
+        """Raise `ValueError`, with nothing loaded, if the loss of a few samples depends on how they are cut; until it did
+        not once."""
+        if not self.observers.reporter.cut_matters(self.subject.module, cut.chunks):
+            largest = max(stop - start for start, stop in pairwise(cut.bounds))
+            if found := [str(difference) for difference in cut_differences(self, largest) if difference.decided]:
+                self.step = None
+                raise ValueError(
+                    f"{'; '.join(found)}: f depends on how the batch is cut. If the loss is a mean over something else "
+                    "than samples (tokens, atoms, pixels), pass `denominators`, what each sample has of it; if it is a "
+                    "sum, reduction='sum'; if it is neither (pairs, ranks, a root), it cannot be cut: use parallelize=1 "
+                    "without `chunk_size`. `check()` says more; with check_cut=False f is the mean of the chunks"
+                )
             self.rules = self.rules._replace(checks_cut=False)
-            found = cut_differences(self, max(stop - start for start, stop in pairwise(cut.bounds)))
-            reporter.cut_differs([str(difference) for difference in found if difference.decided])
 
     def weighed(self, prepared: Prepared, run_task: Callable[..., torch.Tensor] | None = None) -> Prepared:
         """Return the prepared batch with all normalisers of its means known."""

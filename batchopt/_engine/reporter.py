@@ -79,16 +79,6 @@ class Reporter(Observer):
             )
         return norm is not None
 
-    def cut_differs(self, found: Sequence[str]) -> None:
-        """Warn of terms whose loss depends on the cut, each described in words."""
-        if found:
-            warn(
-                f"{'; '.join(found)}: f depends on how the batch is cut. If the loss is a mean over "
-                "something else than samples (tokens, atoms, pixels), pass `denominators`, what each sample has of "
-                "it; if it is a sum, reduction='sum'; if it is neither (pairs, ranks, a root), it cannot be cut: use "
-                "parallelize=1 without `chunk_size`. `check()` says more; check_cut=False leaves this comparison out"
-            )
-
     def idle(self, samples: int, chunks: int | None, workers: int) -> None:
         """Warn, once, if some of `workers` are idle, with fewer `samples` or `chunks` (None: one per worker)."""
         most = samples if chunks is None else min(samples, chunks)

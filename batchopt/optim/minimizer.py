@@ -31,8 +31,8 @@ class Status(Enum):
     PAUSED = "it was asked to stop, and the next step goes on"
     INTERRUPTED = "KeyboardInterrupt, which was raised then"
     NO_DECREASE = (
-        "no lower point was found, along the steepest descent either: f has no more digits to lose here (float64 has "
-        "more), or the gradient is not that of f"
+        "no lower point was found, along the steepest descent either: only the rounding of f is left here, which comes "
+        "soon in float32, or the gradient is not that of f, which opt.check() tells"
     )
     NOT_FINITE = "f or its gradient is not finite at the start"
 

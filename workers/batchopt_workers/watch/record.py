@@ -231,8 +231,8 @@ def _of_dict(mapping: dict[Any, Any], kept: tuple[Any, ...]) -> Iterable[Undo]:
     """Yield what restores the dict; item by item if its keys are the same, since other items may change until then."""
     keys, values = kept[: len(kept) // 2], kept[len(kept) // 2 :]
     if len(mapping) == len(keys) and all(map(is_, mapping, keys)):
-        for key, value in zip(keys, values, strict=True):
-            if mapping[key] is not value:
+        for key, value, now in zip(keys, values, mapping.values(), strict=True):  # a subclass may read keys otherwise
+            if now is not value:
                 yield partial(mapping.__setitem__, key, value)
     else:
         yield partial(_refill, mapping, dict(zip(keys, values, strict=True)))
