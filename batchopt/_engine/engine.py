@@ -206,8 +206,8 @@ class Engine:
     begin = sole(_begin)
 
     def _check_cut(self, cut: Cut) -> None:
-        """Raise `ValueError`, with nothing loaded, if the loss of a few samples depends on how they are cut; until it did
-        not once."""
+        """Raise `ValueError`, with nothing loaded, if the loss of a few samples depends on how they are cut; until once
+        it did not."""
         if not self.observers.reporter.cut_matters(self.subject.module, cut.chunks):
             largest = max(stop - start for start, stop in pairwise(cut.bounds))
             if found := [str(difference) for difference in cut_differences(self, largest) if difference.decided]:
@@ -215,7 +215,7 @@ class Engine:
                 raise ValueError(
                     f"{'; '.join(found)}: f depends on how the batch is cut. If the loss is a mean over something else "
                     "than samples (tokens, atoms, pixels), pass `denominators`, what each sample has of it; if it is a "
-                    "sum, reduction='sum'; if it is neither (pairs, ranks, a root), it cannot be cut: use parallelize=1 "
+                    "sum, reduction='sum'; if it is neither (pairs, ranks, a root), it cannot be cut: parallelize=1 "
                     "without `chunk_size`. `check()` says more; with check_cut=False f is the mean of the chunks"
                 )
             self.rules = self.rules._replace(checks_cut=False)

@@ -6,7 +6,6 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Sequence
 
 import torch
 from tqdm import tqdm

@@ -134,9 +134,10 @@ def normal(engine: Engine, limit: int, basis: Basis | None = None) -> Normal:
     found = total(engine, task, step.batch, "matrix of the normal equations")
     if found["each"]:
         warnings.warn(
-            f"{int(found['each']):,} rows of the Jacobian took a backward each, which is slow: neither the residual "
-            "nor the module can be evaluated sample by sample (torch.func.vmap). Residuals should be made of their own "
-            "sample alone, by calling the module and torch's functions on whole tensors",
+            f"{int(found['each']):,} rows of the Jacobian took a backward each, which is slow: residual and module can "
+            "neither be evaluated sample by sample (torch.func.vmap), nor can torch take several of their backwards at "
+            "once (is_grads_batched), as with an autograd.Function of one's own. Make residuals of their own sample "
+            "alone, by torch's functions on whole tensors",
             stacklevel=3,
         )
     matrix = torch.empty(size, size, dtype=torch.float64)

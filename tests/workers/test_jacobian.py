@@ -39,6 +39,23 @@ def by_method(module: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch
     return found
 
 
+class Doubled(torch.autograd.Function):
+    """Torch cannot take several backwards of it at once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, above: torch.Tensor) -> Any:
+        return above * 2.0 if above.sum().item() > -1e9 else None
+
+
+def by_function(module: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = Doubled.apply(by_method(module, inputs, targets))  # type: ignore[no-untyped-call]
+    return found
+
+
 class Scoring(Mlp):
     """Its method looks at the numbers, too."""
 
@@ -95,7 +112,8 @@ CASES: dict[str, tuple[type[nn.Module], Any]] = {
     "parts of the module": (WithFactors, by_layer),
     "with coefficients": (WithFactors, by_coefficients),
     "with branches": (Mlp, branching),
-    "row by row": (Scoring, by_method),
+    "many rows at once": (Scoring, by_method),
+    "row by row": (Scoring, by_function),
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -23,8 +24,8 @@ from batchopt_workers.wire.structures import tensors_in
 
 # Rows of a Jacobian that are held at a time, in bytes.
 ROOM = 32 * 2**20
-# Samples that are evaluated together if each row takes a backward, which goes through all of them.
-EACH = 8
+# Samples that are evaluated together if backwards of rows go through all of them, and rows of one backward at most.
+EACH, AT_ONCE = 32, 256
 # Residuals of a sample that are differentiated one by one: for more, `vmap` over them is faster than a loop.
 FEW = 4
 # Residuals and gradients computed in two ways agree to this fraction of the digits of their dtype.
@@ -88,6 +89,7 @@ class Jacobian:
         self._called = Bound(module, squares.residual)
         self._ways: list[Rows] = [self._mapped, self._per_sample]
         self._agreed = False  # whether the first of these was seen to agree with a plain backward
+        self._refuses_many = False  # several backwards at once
 
     def serves(self, squares: MeanSquare, parameters: Sequence[torch.Tensor]) -> bool:
         """Tell whether it is for these residuals, and the trained parameters are those from when it was made."""
@@ -284,18 +286,31 @@ class Jacobian:
         return Block(residuals.detach().reshape(-1), rows)
 
     def _each(self, inputs: Any, targets: Any, samples: int | None) -> Block:
-        """Compute a block by a backward for each row."""
-        residuals = self.residuals(inputs, targets, samples).reshape(-1)
-        check_depend(residuals)
-        self.one_by_one += len(residuals)
-        rows = []
-        for residual in residuals:
-            found: Sequence[torch.Tensor | None] = [None] * len(self._trained)
-            if residual.requires_grad:
-                found = torch.autograd.grad(residual, [*self._trained.values()], retain_graph=True, allow_unused=True)
-            rows.append(self._joined(found, 1))
-        whole = torch.cat(rows) if rows else self._joined([None] * len(self._trained), 0)
-        return Block(residuals.detach(), whole)
+        """Compute a block by a backward for each row, of many rows at once where torch can do that."""
+        with differentiable_twice():
+            residuals = self.residuals(inputs, targets, samples).reshape(-1)
+            check_depend(residuals)
+            units, rows = torch.eye(len(residuals)).to(residuals), [self._joined([None] * len(self._trained), 0)]
+            most = max(min(AT_ONCE, ROOM // (8 * self._layout.size)), 1)
+            for start in range(0, len(residuals), most):
+                rows.append(self._backward(residuals, units[start : start + most]))
+        return Block(residuals.detach(), torch.cat(rows))
+
+    def _backward(self, residuals: torch.Tensor, units: torch.Tensor) -> torch.Tensor:
+        """Return the rows of the Jacobian that these units, shape `(rows, residuals)`, choose."""
+        differentiate = partial(torch.autograd.grad, residuals, [*self._trained.values()], retain_graph=True)
+        if not self._refuses_many:
+            try:
+                rows = self._joined(differentiate(units, allow_unused=True, is_grads_batched=True), len(units))
+                weights = torch.linspace(1.0, 2.0, len(units)).to(units)
+                expected = self._joined(differentiate(weights @ units, allow_unused=True), 1)[0]
+                if _alike(weights @ rows, expected, float((weights @ rows.abs()).max())):
+                    return rows
+            except Exception as error:  # a function of torch or of the user without a rule for it may raise anything
+                let_through(error)
+            self._refuses_many = True
+        self.one_by_one += len(units)
+        return torch.cat([self._joined(differentiate(unit, allow_unused=True), 1) for unit in units])
 
     # ---- products
 
