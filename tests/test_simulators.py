@@ -7,6 +7,7 @@ import math
 import os
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -401,6 +402,16 @@ def test_gradients_that_would_be_lost_are_refused(
     change(model)
     with pytest.raises(error, match=words):
         model(X)
+
+
+def test_a_parameter_that_is_moved_by_more_than_its_size_is_warned_of() -> None:
+    given: tuple[dict[str, Any], ...] = ({}, {"step": 1e-4})
+    for options in given:
+        model = Simulated(lambda model, x: x @ model.weight, **options)
+        torch.nn.init.constant_(model.weight, 3e-14)
+        with nullcontext() if options else pytest.warns(UserWarning, match="'weight' has an element 3e-14.*step=1e-4"):
+            model(X).sum().backward()
+        torch.testing.assert_close(model.weight.grad, X.sum(0), rtol=1e-6, atol=1e-6)
 
 
 def test_near_bounds_and_0_the_least_moves_are_made() -> None:

@@ -9,6 +9,7 @@ import functools
 import math
 import os
 import random
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -60,7 +61,8 @@ def finite_differences(
             `"3-point"`: two calls, and the square of that. `"cs"`: one call with a complex parameter, exact but for
             rounding, where all that is done with it is analytic: no `abs`, comparison, `.real` or cast to real numbers.
         step: of a parameter, relative to its size. Default: the square root (`"3-point"`: the cube root) of the
-            rounding of its dtype, times its size or 1, whichever is larger.
+            rounding of its dtype, times its size or 1, whichever is larger; a parameter that begins below that is
+            warned of.
         bounds: `(low, high)` by the parameter's name, each a number, a tensor or None: where the function is never
             evaluated outside; the other side is taken, and `"3-point"` has both points there.
 
@@ -295,6 +297,14 @@ class Rule:
             raise ValueError(
                 f"`step` is {self.step:.2g}, by which {name!r} cannot be moved in {x.dtype}: it must be {least:.2g} at "
                 f"least; the default, {least ** _POWERS[self.method]:.1g}, is best for exact functions"
+            )
+        size, moved = x.detach().abs(), least ** _POWERS[self.method]
+        small = size[(size > 0) & (size < moved)]
+        if self.checked != os.getpid() and self.step is None and self.method != "cs" and len(small):
+            warnings.warn(
+                f"{name!r} has an element {float(small.min()):.2g}, which finite_differences moves by {moved:.2g}, as "
+                "if its size were 1: pass step=1e-4 or another part of its own size, or use other units",
+                stacklevel=2,
             )
 
     def moves(self, dtype: torch.dtype, x: float, low: float, high: float) -> list[tuple[complex, float]]:
