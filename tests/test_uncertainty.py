@@ -612,3 +612,14 @@ def test_second_derivatives_that_are_no_numbers_are_an_error_that_names_where() 
         opt.load(torch.ones(4, 1, dtype=torch.float64), torch.ones(4, 1, dtype=torch.float64))
         with pytest.raises(ValueError, match=r"not finite for elements \[.*1\] of X"):
             opt.covariance("likelihood")
+
+
+def test_one_sample_has_no_criterion_by_the_number_of_samples() -> None:
+    line = nn.Linear(1, 1, bias=False).double()
+    x = torch.linspace(0, 1, 30).double()[None, :, None]
+    y = 2 * x + 0.1 * torch.sin(40 * x)
+    with BatchOptimizer(line, loss_fn=lambda net, x, y: (net(x) - y).square().sum() / 2, reduction="sum") as opt:
+        opt.step(x, y)
+        found = opt.covariance()
+    assert found.likelihood is not None and math.isnan(found.likelihood.bic) and math.isfinite(found.likelihood.aic)
+    assert "one sample, which the model describes" in str(found.summary()).replace("\n", " ")

@@ -90,6 +90,17 @@ def decide_random(draws: Sequence[Drawn]) -> bool | None:
     return False if SEEN * error < least else None
 
 
+def refuse_cut(engine: Evaluating, largest: int) -> None:
+    """Raise `ValueError` if the loss of a few samples depends on how they are cut, into chunks of at most `largest`."""
+    if found := [str(difference) for difference in cut_differences(engine, largest) if difference.decided]:
+        raise ValueError(
+            f"{'; '.join(found)}: f depends on how the batch is cut. If the loss is a mean over something else than "
+            "samples (tokens, atoms, pixels), pass `denominators`, what each sample has of it; if it is a sum, "
+            "reduction='sum'; if it is neither (pairs, ranks, a root), it cannot be cut: use parallelize=1 without "
+            "`chunk_size`. `check()` says more; with check_cut=False f is the mean of the chunks"
+        )
+
+
 def cut_differences(engine: Evaluating, largest: int) -> list[Difference]:
     """Return the terms of the loaded batch whose loss depends on how it is cut, judged by some samples of each, as far
     as those of the `largest` chunk show.

@@ -35,7 +35,7 @@ from typing import Any, TypeVar
 import torch
 
 from batchopt._data.batches import BatchSpecs
-from batchopt._engine.checks import cut_differences, locate_nonfinite
+from batchopt._engine.checks import locate_nonfinite, refuse_cut
 from batchopt._engine.compilation import DIFFERS, Abandoned
 from batchopt._engine.observer import Evaluated
 from batchopt._engine.observers import Observers
@@ -206,18 +206,13 @@ class Engine:
     begin = sole(_begin)
 
     def _check_cut(self, cut: Cut) -> None:
-        """Raise `ValueError`, with nothing loaded, if the loss of a few samples depends on how they are cut; until once
-        it did not."""
+        """Refuse a batch of which a few samples have a loss that depends on how they are cut; until once it did not."""
         if not self.observers.reporter.cut_matters(self.subject.module, cut.chunks):
-            largest = max(stop - start for start, stop in pairwise(cut.bounds))
-            if found := [str(difference) for difference in cut_differences(self, largest) if difference.decided]:
+            try:
+                refuse_cut(self, max(stop - start for start, stop in pairwise(cut.bounds)))
+            except ValueError:
                 self.step = None
-                raise ValueError(
-                    f"{'; '.join(found)}: f depends on how the batch is cut. If the loss is a mean over something else "
-                    "than samples (tokens, atoms, pixels), pass `denominators`, what each sample has of it; if it is a "
-                    "sum, reduction='sum'; if it is neither (pairs, ranks, a root), it cannot be cut: parallelize=1 "
-                    "without `chunk_size`. `check()` says more; with check_cut=False f is the mean of the chunks"
-                )
+                raise
             self.rules = self.rules._replace(checks_cut=False)
 
     def weighed(self, prepared: Prepared, run_task: Callable[..., torch.Tensor] | None = None) -> Prepared:

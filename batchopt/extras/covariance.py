@@ -138,8 +138,8 @@ class Likelihood(NamedTuple):
 
     @property
     def bic(self) -> float:
-        """Schwarz's criterion, k log n - 2 l."""
-        return self.k * math.log(self.n) - 2 * self.value
+        """Schwarz's criterion, k log n - 2 l; NaN for one sample, whose parts are no independent ones."""
+        return self.k * math.log(self.n) - 2 * self.value if self.n > 1 else math.nan
 
 
 class Summary(NamedTuple):

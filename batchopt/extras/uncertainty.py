@@ -259,9 +259,10 @@ def _likelihood(opt: Evaluations, parts: Parts, places: torch.Tensor, limit: int
     units = torch.split(torch.eye(len(x), dtype=x.dtype)[:, places], COLUMNS, dim=1)
     hessian = torch.cat([opt.hvp(columns).to("cpu", torch.float64)[places] for columns in units], 1)
     of_all = "f" if count == 1 else f"f times {count:g}"
-    assumes = (
-        f"{of_all} is the negative log likelihood of independent samples, which the model describes; they are many"
-    )
+    whose = "independent samples, which the model describes; they are many"
+    if count == 1 == sum(part.weighing.samples for part in parts.values()):
+        whose = "one sample, which the model describes; it has many independent parts"
+    assumes = f"{of_all} is the negative log likelihood of {whose}"
     if any(part.is_squares for part in parts.values()):
         assumes += "; squares are those of residuals with the variance 1/2"
     rounding = 10 * len(places) * torch.finfo(x.dtype).eps, 0.0
