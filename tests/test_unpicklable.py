@@ -205,10 +205,15 @@ def test_what_can_be_sent_is_not_blamed_and_a_cached_function_of_the_script_is_s
     def doubled(number: int) -> int:
         return 2 * number
 
+    @functools.lru_cache(maxsize=3)
+    def within(number: int) -> int:  # by its name it would be looked for in this module
+        return 3 * number
+
     doubled.__module__, doubled.__qualname__ = "__main__", "doubled"
     innocent = [1, nn.BatchNorm1d(1), type("Net", (nn.Linear,), {})(1, 1), torch.eye(2).to_sparse(), io.BytesIO()]
     with BatchOptimizer(nn.Linear(1, 1), nn.MSELoss(), optimizer=None, parallelize=2) as opt:
         for thing in (*innocent, in_a_circle(None), lambda worker: worker):
             assert opt.run_on_workers(functools.partial(ready, thing)) == [None, None]
         found = opt.run_on_workers(lambda worker: (doubled(worker.rank), doubled.cache_parameters()["maxsize"]))
+        assert opt.run_on_workers(lambda worker: within(worker.rank)) == [0, 3]
     assert found == [(0, 3), (2, 3)]

@@ -122,14 +122,22 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle's clas
         if isinstance(obj, torch.nn.Module) and is_parametrized(obj):
             # torch refuses to pickle these, since their class is made at run time; cloudpickle can send such a class
             return copyreg.__newobj__, (type(obj),), vars(obj)  # type: ignore[attr-defined]
-        if isinstance(obj, functools._lru_cache_wrapper) and obj.__module__ == "__main__":
-            return _cached, (obj.__wrapped__, obj.cache_parameters())  # it would be sent by its name there
+        if isinstance(obj, functools._lru_cache_wrapper) and not _can_be_imported(obj):
+            return _cached, (obj.__wrapped__, obj.cache_parameters())  # it would be sent by its name
         if isinstance(obj, ModuleType) and obj.__name__ not in sys.modules:
             # such as `torch._C._functions`, made within another: by its name there, since it cannot be pickled by value
             owner, _, name = obj.__name__.rpartition(".")
             if getattr(sys.modules.get(owner), name, None) is obj:
                 return getattr, (sys.modules[owner], name)
         return super().reducer_override(obj)
+
+
+def _can_be_imported(function: Any) -> bool:
+    """Tell whether a worker finds it by its name: not in a script or a notebook, nor within another function."""
+    found: Any = None if function.__module__ == "__main__" else sys.modules.get(function.__module__)
+    for step in getattr(function, "__qualname__", "").split("."):
+        found = getattr(found, step, None)
+    return found is function
 
 
 def _cached(function: Callable[..., Any], parameters: Mapping[str, Any]) -> object:
