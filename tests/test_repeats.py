@@ -132,6 +132,12 @@ def test_frames_of_a_product_that_repeats() -> None:
         assert least(lambda: opt.hvp(torch.ones(2))) <= 280
 
 
+def test_frames_of_evaluations_and_products_in_turn() -> None:
+    """As of Levenberg-Marquardt: orders of one kind do not keep those of another from being repeated."""
+    with loaded(nn.Linear(1, 1), nn.MSELoss(), ONES, TARGETS, parallelize=2, speeds=[1, 1]) as opt:
+        assert least(lambda: (opt.evaluate(), opt.normal())) <= 333
+
+
 # ---- a budget of frames
 
 

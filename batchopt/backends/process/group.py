@@ -314,6 +314,7 @@ class WorkerGroup:
         gather = ProcessGather(cut, order, runs, subject.numbering, self._stragglers, copies)
         if begun:
             gather.scheduler.decide(range(self._size), gather.estimate, time.monotonic())  # as they were rung for
+            self._pool.look(gather)  # whoever is done has woken this process up before
         try:
             self._gather(gather, subject, None if begun else meanwhile)
         finally:

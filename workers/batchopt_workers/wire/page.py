@@ -93,7 +93,7 @@ class Page:
         self.ints, self.floats = board.ints[place], board.floats[place]
         self._board = board
         self.waker = -1  # in the worker: the event descriptor that wakes the parent up
-        self._shape: object = None  # of the last report of an order: all but losses and times
+        self._shapes: dict[int, object] = {}  # of the last report of an order of each kind: all but losses and times
 
     # ---- the parent's
 
@@ -163,9 +163,9 @@ class Page:
         """Note that the order is done, with this report at the end; None if an exception was raised. Return whether
         this worker has to wake the parent up."""
         ints = self.ints
-        shape = last and (last.next, last.drew, [(node, p.row, p.used) for node, p in last.partials])
-        if shape != self._shape:
-            self._shape = shape
+        kind, shape = ints[KIND], last and (last.next, last.drew, [(node, p.row, p.used) for node, p in last.partials])
+        if shape != self._shapes.get(kind):
+            self._shapes[kind] = shape
             ints[SHAPE] += 1
         ints[DONE] = number
         fence()
