@@ -573,6 +573,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str | None, tuple[Any, Any], str]] = {
     ),
     "weights": ({"criterion": nn.MSELoss()}, "sandwich", (Weighted(LINE, torch.ones(5)), LINE), "without weights"),
     "list": ({"criterion": nn.MSELoss()}, "sandwich", ([*LINE], [*LINE]), "rows of tensors"),
+    "penalty": (
+        {
+            "terms": {
+                "a": Term(residual=lambda module, x, y: module(x) - y, reduction="sum"),
+                "b": Penalty(lambda module: module.weight.sum()),
+            }
+        },
+        "sandwich",
+        ({"a": (LINE, LINE)}, None),
+        "a Penalty has none",
+    ),
     "lengths": ({"criterion": nn.CTCLoss()}, None, (LINE, LINE), "CTCLoss divides by the lengths"),
 }
 

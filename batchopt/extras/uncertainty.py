@@ -305,6 +305,8 @@ def _meat(opt: Evaluations, parts: Parts, names: list[str], gradient: torch.Tens
         raise ValueError("kind='sandwich' needs real parameters: use kind='likelihood'")
     if any(part.weighing.one_by_one or part.weighing.weights is not None for part in parts.values()):
         raise ValueError("kind='sandwich' needs samples that are rows of tensors, without weights: use 'likelihood'")
+    if any(part.weighing.is_penalty for part in parts.values()):
+        raise ValueError("kind='sandwich' is of samples, and a Penalty has none: use 'likelihood', where it is a prior")
     functions: Any = {}
     for name, (criterion, loss_fn, denominators, weighing) in parts.items():
         if parts[name].is_mean_of_torch:
