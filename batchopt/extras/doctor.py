@@ -172,7 +172,7 @@ class Examination:
         self, opt: Evaluations, batch: tuple[Any, Any, Any], chunk_size: int, double: bool, is_whole: bool
     ) -> None:
         """Examine `opt`, in which the batch is loaded, cut into chunks of this size; `double`: in float64 if it can be
-        evaluated in it; `is_whole`: unless it is examined it is not cut."""
+        evaluated in it; `is_whole`: `opt` itself evaluates it in one piece."""
         self.is_whole = is_whole
         self._opt, self._batch, self._chunk_size, self.size = opt, batch, chunk_size, extending.batch_size(opt)
         self._doubles = double and self._can_double()
@@ -241,7 +241,7 @@ class Examination:
         return same("recorded evaluations are the eager ones", found, self.value(), tolerance, status)
 
     def slope(self, hooks: bool = True) -> Check:
-        """Compare central differences along the gradient with its slope there. The precision of f is unknown
+        """Compare central differences along a direction with the gradient's slope there. The precision of f is unknown
         (a module may compute in single precision inside, or solve an equation to a tolerance): it is measured at each
         step length."""
         stencils: list[Stencil] = []
